@@ -1,0 +1,226 @@
+"""Qwen4Exp n-gram PLE: which rows a token reads.
+
+Fact source: transformers 5.24 `Qwen4ExpTextNGramEmbedding`; vLLM 0.33 and the released checkpoint agree with it.
+
+The rule for the token at position t of a request, with n = ngram_size and h = heads_per_ngram:
+
+1. Context. c[0] is the token itself, c[s] the token s places back. Before the request's start there is EOS, and once one
+   token looked back at is EOS, everything older reads EOS too. The current token being EOS cuts nothing.
+2. Mix. For every order g = 2..n: mix[g] = XOR over s < g of c[s] * multiplier[s], in int64.
+3. Rows. Column (g - 2) * h + k, k < h: mix[g] mod size[column] + offset[column], with the floor modulus.
+
+Multipliers are odd numbers drawn by splitmix64, bounded so that id * multiplier < 2**63. Sizes are consecutive primes
+from `ngram_vocab_size_base` on, never shared between heads or layers. Offsets are the running sum of the sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ple_offload import native
+from ple_offload.errors import CheckpointError
+from ple_offload.families.base import FoundTable, Ints, whole_number
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class QwenPle:
+    """The rule of one PLE layer; a `Family`. `layer_index` is the layer's place among the PLE layers, from 0."""
+
+    vocab_size: int
+    eos_token_id: int
+    ngram_size: int
+    heads_per_ngram: int
+    ngram_vocab_size_base: int
+    divisible_by: int
+    seed: int
+    layer_index: int
+
+    name = "qwen_ple"
+
+    @property
+    def context_len(self) -> int:
+        return self.ngram_size - 1
+
+    @property
+    def filler(self) -> int:
+        return self.eos_token_id
+
+    @property
+    def rows_per_token(self) -> int:
+        return (self.ngram_size - 1) * self.heads_per_ngram
+
+    @property
+    def num_rows(self) -> int:
+        used = int(self.head_sizes.sum())
+        return -(-used // self.divisible_by) * self.divisible_by
+
+    @cached_property
+    def multipliers(self) -> Ints:
+        """[ngram_size] int64, odd; multipliers[0] belongs to the current token."""
+        half = max(1, (2**63 - 1) // max(self.vocab_size, 1) // 2)
+        base = self.seed + 10007 * self.layer_index
+        draws = [_splitmix64(base + _GAMMA * (i + 1)) for i in range(self.ngram_size)]
+        return np.array([2 * (draw % half) + 1 for draw in draws], np.int64)
+
+    @cached_property
+    def head_sizes(self) -> Ints:
+        """[rows_per_token] int64: the primes that follow ngram_vocab_size_base - 1, past those of earlier layers."""
+        skipped = self.layer_index * self.rows_per_token
+        return np.array(_primes_from(self.ngram_vocab_size_base, skipped + self.rows_per_token)[skipped:], np.int64)
+
+    @cached_property
+    def head_offsets(self) -> Ints:
+        """[rows_per_token] int64: the first row of each head."""
+        return np.concatenate([[0], np.cumsum(self.head_sizes)[:-1]]).astype(np.int64)
+
+    def row_numbers_reference(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints) -> Ints:
+        n, h = self.ngram_size, self.heads_per_ngram
+        out = np.empty((int(query_start_loc[-1]), self.rows_per_token), np.int64)
+        for request in range(len(query_start_loc) - 1):
+            start, end = int(query_start_loc[request]), int(query_start_loc[request + 1])
+            history = np.concatenate([ngram_context[request], input_ids[start:end]])
+            for t in range(start, end):
+                here = t - start + n - 1  # position of token t in history
+                context = [history[here]]
+                cut = False
+                for s in range(1, n):
+                    cut = cut or history[here - s] == self.eos_token_id
+                    context.append(self.eos_token_id if cut else history[here - s])
+                for order in range(2, n + 1):
+                    with np.errstate(over="ignore"):
+                        mix = np.bitwise_xor.reduce(np.array(context[:order]) * self.multipliers[:order])
+                    columns = slice((order - 2) * h, (order - 1) * h)
+                    out[t, columns] = mix % self.head_sizes[columns] + self.head_offsets[columns]
+        return out
+
+    def row_numbers(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints, out: Ints) -> int:
+        return _row_numbers(
+            input_ids,
+            query_start_loc,
+            ngram_context,
+            self.vocab_size,
+            self.eos_token_id,
+            self.heads_per_ngram,
+            self.multipliers,
+            self.head_sizes,
+            self.head_offsets,
+            out,
+        )
+
+    @classmethod
+    def from_text_config(cls, config: Mapping[str, Any], layer_index: int) -> QwenPle:
+        """Read the rule of the `layer_index`-th PLE layer from a text config; defaults are transformers' own."""
+        eos = config.get("eos_token_id")
+        if isinstance(eos, list) and eos:
+            eos = eos[0]  # as transformers does
+        vocab_size = whole_number(config, "vocab_size", 248_320, 1)
+        if isinstance(eos, bool) or not isinstance(eos, int) or not 0 <= eos < vocab_size:
+            raise CheckpointError(
+                f"config.json: 'eos_token_id': expected an id from 0 to {vocab_size - 1} (or a list that starts with "
+                f"one), found {config.get('eos_token_id')!r}. It separates requests in the hash; fix the config."
+            )
+        return cls(
+            vocab_size=vocab_size,
+            eos_token_id=eos,
+            ngram_size=whole_number(config, "ngram_size", 3, 2),
+            heads_per_ngram=whole_number(config, "heads_per_ngram", 8, 1),
+            ngram_vocab_size_base=whole_number(config, "ngram_vocab_size_base", 20_000_000, 1),
+            divisible_by=whole_number(config, "make_ngram_vocab_size_divisible_by", 128, 1),
+            seed=whole_number(config, "seed", 1234, 0),
+            layer_index=layer_index,
+        )
+
+
+def find_tables(text_config: Mapping[str, Any]) -> list[FoundTable]:
+    """The PLE tables of a Qwen4Exp text config. `ple_layer_ids` counts from 1, tensors and `layer` from 0."""
+    layer_ids = text_config.get("ple_layer_ids") or []
+    if not isinstance(layer_ids, list) or not all(type(i) is int and i >= 1 for i in layer_ids):
+        raise CheckpointError(
+            f"config.json: 'ple_layer_ids': expected a list of layer numbers from 1, found {layer_ids!r}."
+        )
+    if not layer_ids:
+        raise CheckpointError(
+            "config.json: 'ple_layer_ids' is empty: this Qwen4Exp model has no PLE table, there is nothing to offload."
+        )
+    tables = []
+    for layer_index, layer_id in enumerate(sorted(set(layer_ids))):
+        family = QwenPle.from_text_config(text_config, layer_index)
+        embed_dim = whole_number(text_config, "ple_embed_dim", text_config.get("hidden_size"), 1)
+        if embed_dim % family.rows_per_token:
+            raise CheckpointError(
+                f"config.json: 'ple_embed_dim': expected a multiple of {family.rows_per_token} "
+                f"((ngram_size - 1) * heads_per_ngram), found {embed_dim}."
+            )
+        constants = {
+            "layer_multipliers": family.multipliers,
+            "ngram_heads_vocab_sizes": family.head_sizes,
+            "ngram_heads_offsets": family.head_offsets,
+        }
+        tables.append(
+            FoundTable(
+                layer=layer_id - 1,
+                family=family,
+                row_dim=embed_dim // family.rows_per_token,
+                module=f"layers.{layer_id - 1}.ple.ple_embedding.",
+                table="ngram_embedding",
+                constants=constants,
+            )
+        )
+    return tables
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + _GAMMA) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _primes_from(lowest: int, count: int) -> list[int]:
+    """The first `count` primes >= lowest."""
+    primes: list[int] = []
+    candidate = max(2, lowest)
+    while len(primes) < count:
+        if candidate == 2 or (candidate % 2 and all(candidate % d for d in range(3, math.isqrt(candidate) + 1, 2))):
+            primes.append(candidate)
+        candidate += 1
+    return primes
+
+
+@native.kernel()
+def _row_numbers(  # type: ignore[no-untyped-def]
+    input_ids, query_start_loc, ngram_context, vocab_size, eos, heads, multipliers, sizes, offsets, out
+):
+    n = multipliers.size
+    num_tokens = query_start_loc[query_start_loc.size - 1]
+    for t in range(num_tokens):
+        if not 0 <= input_ids[t] < vocab_size:
+            return t
+    for r in range(query_start_loc.size - 1):
+        for s in range(n - 1):
+            if not 0 <= ngram_context[r, s] < vocab_size:
+                return num_tokens + r * (n - 1) + s
+    for r in range(query_start_loc.size - 1):
+        start = query_start_loc[r]
+        for t in range(start, query_start_loc[r + 1]):
+            mix = input_ids[t] * multipliers[0]
+            cut = False
+            for s in range(1, n):
+                token = eos
+                if not cut:
+                    # s places back; before the request's first token the context goes on, its last column newest
+                    token = input_ids[t - s] if t - s >= start else ngram_context[r, n - 1 + t - s - start]
+                    cut = token == eos
+                mix ^= token * multipliers[s]
+                for column in range((s - 1) * heads, s * heads):
+                    out[t, column] = mix % sizes[column] + offsets[column]
+    return -1

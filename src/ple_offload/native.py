@@ -1,0 +1,179 @@
+"""Everything that concerns compiled code: the numba decorator, its cache, its threads, and four instructions NumPy lacks.
+
+Why one place: numba has traps that only show in production, and each is answered here once.
+
+* A read-only home and a read-only package folder leave numba no folder for its cache and it then refuses to
+  compile at all. `kernel` compiles without a cache instead, and `cache_problem()` says why.
+* The `workqueue` threading layer aborts the process when two threads run parallel kernels at once. `parallel_turn`
+  gives the turn to one thread; the others run the serial kernel, so nobody waits.
+* The `omp` layer ends a forked child that runs a parallel kernel. `check_not_forked` raises before that can happen.
+* Waking the threads costs 5 to 120 us, depending on layer and machine. `wake_up_us` measures it.
+
+Kernels address memory by number (uint64 addresses): rows live in mappings that no NumPy array describes well, and a row
+may start at any byte. The caller checks every index before it becomes an address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ple_offload.errors import ForkError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_cache_problem: str | None = None
+_turn = threading.Lock()
+
+
+def kernel(*, parallel: bool = False) -> Callable[[F], F]:
+    """Compile a function without the GIL, and cache the machine code on disk where a cache folder is writable."""
+
+    def decorate(function: F) -> F:
+        global _cache_problem
+        options = {"nogil": True, "error_model": "numpy", "parallel": parallel}
+        try:
+            compiled = numba.njit(cache=True, **options)(function)
+        except RuntimeError as error:  # numba: "no locator available for file"
+            _cache_problem = str(error)
+            compiled = numba.njit(**options)(function)
+        return compiled  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def cache_problem() -> str | None:
+    """Why compiled kernels are not cached (numba's own words), or None when they are."""
+    return _cache_problem
+
+
+@contextlib.contextmanager
+def parallel_turn() -> Iterator[bool]:
+    """Yield True to the one thread that may run a parallel kernel now, False to any other; never waits."""
+    mine = _turn.acquire(blocking=False)
+    try:
+        yield mine
+    finally:
+        if mine:
+            _turn.release()
+
+
+def check_not_forked(owner_pid: int, what: str) -> None:
+    """Raise ForkError when this process is not the one that made `what`."""
+    if os.getpid() != owner_pid:
+        raise ForkError(
+            f"{what}: opened in process {owner_pid}, used in its forked child {os.getpid()}. Compiled parallel code "
+            "does not survive a fork; open it again in the child, or start the child with spawn."
+        )
+
+
+_wake_up_us: float | None = None
+
+
+def wake_up_us() -> float:
+    """Median cost of one parallel region whose threads have slept, in microseconds; measured once (about 30 ms)."""
+    global _wake_up_us
+    if _wake_up_us is None:
+        marks = np.zeros(numba.get_num_threads(), np.int64)
+        with parallel_turn() as mine:
+            if not mine:  # another thread computes just now: a cautious answer, not kept
+                return 200.0
+            _mark(marks)
+            samples = []
+            for _ in range(9):
+                time.sleep(0.002)
+                start = time.perf_counter()
+                _mark(marks)
+                samples.append((time.perf_counter() - start) * 1e6)
+        _wake_up_us = statistics.median(samples)
+    return _wake_up_us
+
+
+@kernel(parallel=True)
+def _mark(marks):  # type: ignore[no-untyped-def]
+    for i in numba.prange(marks.size):
+        marks[i] += 1
+
+
+# ---- instructions -------------------------------------------------------------------------------------------------
+# Each takes addresses as uint64. None checks anything: kernels call them with addresses of rows already checked.
+
+
+@intrinsic
+def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at an address; never faults, whatever the address."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        byte_pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        pointer = builder.inttoptr(arguments[0], byte_pointer)
+        # read access, keep in L2 (locality 2 measured best, see docs/LOG.md), data cache
+        builder.call(function, [pointer, i32(0), i32(2), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
+
+
+@intrinsic
+def copy_bytes(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-def]
+    """Copy between two addresses that do not overlap, any alignment: 32-byte vectors, then single bytes."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        to, start, length = arguments
+        i64 = ir.IntType(64)
+
+        def copy(kind: ir.Type, width: int, begin: ir.Value, count: ir.Value) -> None:
+            pointer = kind.as_pointer()
+            with cgutils.for_range(builder, count, intp=i64) as loop:
+                offset = builder.add(begin, builder.mul(loop.index, i64(width)))
+                value = builder.load(builder.inttoptr(builder.add(start, offset), pointer), align=1)
+                builder.store(value, builder.inttoptr(builder.add(to, offset), pointer), align=1)
+
+        vectors = builder.lshr(length, i64(5))
+        copy(ir.VectorType(i64, 4), 32, i64(0), vectors)
+        done = builder.shl(vectors, i64(5))
+        copy(ir.IntType(8), 1, done, builder.sub(length, done))
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.uint64), generate
+
+
+def _make_access(bits: int) -> tuple[Any, Any]:
+    number = {8: types.uint8, 16: types.uint16, 32: types.uint32}[bits]
+
+    @intrinsic
+    def load(typing_context, address):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            pointer = builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer())
+            return builder.load(pointer, align=1)
+
+        return number(types.uint64), generate
+
+    @intrinsic
+    def store(typing_context, address, value):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            pointer = builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer())
+            builder.store(arguments[1], pointer, align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, number), generate
+
+    return load, store
+
+
+load_u8, _ = _make_access(8)
+load_u16, store_u16 = _make_access(16)
+_, store_u32 = _make_access(32)
