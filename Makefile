@@ -1,0 +1,43 @@
+# Every target makes its own environment in .venv; it is renewed only when the files named after `$(STAMP):` change.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help demo test check bench fmt clean
+
+help:
+	@echo "make demo    write a small model, generate with its n-gram table outside the model, compare with the ordinary model"
+	@echo "make test    run the tests (no GPU needed)"
+	@echo "make check   linter, formatter, type checker, import rules"
+	@echo "make bench   run the benchmarks; results go to benchmarks/results/"
+	@echo "make fmt     format and mend what the linter can mend"
+	@echo "make clean   remove the environment and every cache"
+
+demo: $(STAMP)
+	$(BIN)/ple-offload demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+fmt: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,142 @@
+"""Every environment variable, in one place. A bad value is an error, never ignored.
+
+An argument wins over the environment, the environment over the default. `ple-offload doctor` prints each
+value and where it came from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ple_offload.errors import UsageError
+
+PREFIX = "PLE_OFFLOAD_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says. `origins` maps each field to "default" or to its variable's name."""
+
+    # Threads for reading files and for large gathers; None: as many CPUs as this process may use.
+    threads: int | None = None
+    # Open a table even when the memory check says that it does not fit.
+    skip_memory_check: bool = False
+    # Level of the "ple_offload" logger.
+    log: str = "warning"
+    origins: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 4096):
+        raise ValueError("a whole number from 1 to 4096")
+    return int(text)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("0 or 1")
+    return text == "1"
+
+
+def _log_level(text: str) -> str:
+    if text not in LOG_LEVELS:
+        raise ValueError("one of " + ", ".join(LOG_LEVELS))
+    return text
+
+
+# Field -> parser. A parser raises ValueError with what would have been accepted.
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "threads": _positive,
+    "skip_memory_check": _switch,
+    "log": _log_level,
+}
+
+
+def variable(name: str) -> str:
+    """The environment variable of a field of `Settings`."""
+    return PREFIX + name.upper()
+
+
+def settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the environment. Read anew at each call, so that a test or a notebook can change it.
+
+    Raises UsageError for a bad value, and for an unknown variable with our prefix (a typo must not pass).
+    """
+    environ = os.environ if environ is None else environ
+    known = {variable(name) for name in _PARSERS}
+    for unknown in sorted(key for key in environ if key.startswith(PREFIX) and key not in known):
+        raise UsageError(
+            f"environment variable {unknown} is not known; known are: {', '.join(sorted(known))}"
+        )
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(_PARSERS, "default")
+    for name, parse in _PARSERS.items():
+        text = environ.get(variable(name), "")
+        if text == "":  # unset and empty mean the same, as in a shell
+            continue
+        try:
+            values[name] = parse(text)
+        except ValueError as error:
+            raise UsageError(
+                f"environment variable {variable(name)}: expected {error}, found {text!r}"
+            ) from None
+        origins[name] = variable(name)
+    return Settings(**values, origins=MappingProxyType(origins))
+
+
+def num_threads() -> int:
+    """How many threads to use: PLE_OFFLOAD_THREADS, else the CPUs this process may use."""
+    return settings().threads or usable_cpus()
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs in this process's affinity, at most as many as the cgroup quota pays for (rounded up), never 0.
+
+    `root` is where /proc and /sys are looked for.
+    """
+    affinity = len(os.sched_getaffinity(0))
+    quotas = [quota for folder in _cgroup_folders(root) if (quota := _cpu_quota(folder)) is not None]
+    return max(1, min([affinity, *(-int(-quota // 1) for quota in quotas)]))
+
+
+def _cgroup_folders(root: Path) -> list[Path]:
+    """The folders of this process's cgroup and of all its parents, v2 and the v1 cpu controller.
+
+    In a container the path in /proc/self/cgroup may be one of the host and not exist; the top folder of the
+    mount, which is then the container's own cgroup, is always among them.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = root / "sys/fs/cgroup"
+        elif "cpu" in controllers.split(","):
+            top = root / "sys/fs/cgroup/cpu"
+        else:
+            continue
+        own = top / path.lstrip("/")
+        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
+    return folders
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """CPUs' worth of time per period, or None for no limit."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

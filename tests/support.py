@@ -1,0 +1,41 @@
+"""Helpers that several test files use. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+
+
+def write_safetensors(
+    path: str | Path,
+    tensors: Mapping[str, tuple[str, np.ndarray | bytes, tuple[int, ...]]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write {name: (dtype in safetensors spelling, array or raw little-endian bytes, shape)} as one file."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    chunks: list[bytes] = []
+    offset = 0
+    for name, (dtype, data, shape) in tensors.items():
+        raw = data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes()
+        expected = math.prod(shape) * _ITEM_BYTES[dtype]
+        assert len(raw) == expected, f"{name}: {len(raw)} bytes given, {dtype} {shape} needs {expected}"
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + len(raw)]}
+        chunks.append(raw)
+        offset += len(raw)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
+    Path(path).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(chunks))
+    return Path(path)
