@@ -71,9 +71,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     environ = os.environ if environ is None else environ
     known = {variable(name) for name in _PARSERS}
     for unknown in sorted(key for key in environ if key.startswith(PREFIX) and key not in known):
-        raise UsageError(
-            f"environment variable {unknown} is not known; known are: {', '.join(sorted(known))}"
-        )
+        raise UsageError(f"environment variable {unknown}: not known; expected {', '.join(sorted(known))}")
     values: dict[str, Any] = {}
     origins = dict.fromkeys(_PARSERS, "default")
     for name, parse in _PARSERS.items():

@@ -1,0 +1,117 @@
+"""Arguments that several commands take, and how numbers are printed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ple_offload.errors import PleOffloadError, UsageError
+
+TIERS = ("auto", "ram", "file")
+
+
+def add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="checkpoint folder, or a model id in the local model cache"
+    )
+
+
+def add_layer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layer", type=int, metavar="N", help="decoder layer, from 0; needed when there are several tables"
+    )
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--context",
+        metavar="IDS",
+        default="",
+        help="ids of the tokens before --tokens, oldest first; left out: --tokens begin a request",
+    )
+
+
+def add_tier(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tier",
+        choices=TIERS,
+        default="auto",
+        help="where the rows live: ram (a copy in memory), file (read in place from the checkpoint's files), "
+        "auto (ram when it fits, default)",
+    )
+    parser.add_argument(
+        "--skip-memory-check", action="store_true", help="open the table even when memory looks too small"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON value for programs")
+
+
+def parse_ids(text: str, option: str) -> list[int]:
+    """Whole numbers separated by commas or spaces. Raises UsageError naming the one that is not."""
+    parts = text.replace(",", " ").split()
+    for position, part in enumerate(parts):
+        if not part.removeprefix("-").isdecimal():
+            raise UsageError(f"{option}: expected ids as in 1,2,3; found {part!r} at position {position}")
+    return [int(part) for part in parts]
+
+
+def parse_tokens(args: argparse.Namespace) -> list[int]:
+    tokens = parse_ids(args.tokens, "--tokens")
+    if not tokens:
+        raise UsageError("--tokens: expected at least one id, as in 1,2,3; found none")
+    return tokens
+
+
+def context_row(args: argparse.Namespace, context_len: int, filler: int) -> Any:
+    """The `ngram_context` of one request, [1, context_len] int64: fillers, then the last ids of --context."""
+    import numpy as np
+
+    ids = parse_ids(args.context, "--context")
+    padded = [filler] * context_len + ids
+    return np.array([padded[len(padded) - context_len :]], np.int64).reshape(1, context_len)
+
+
+def show_progress() -> bool:
+    """Progress is for people: only when standard error is a terminal."""
+    return sys.stderr.isatty()
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, default=str))
+
+
+def print_facts(title: str, facts: Mapping[str, object]) -> None:
+    """A title and its facts below, one a line, values in one column."""
+    print(f"\n{title}")
+    for label, value in facts.items():
+        print(f"  {label:<18}{value}")
+
+
+def count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def gib(num_bytes: int) -> str:
+    """12.3 GiB, with a unit that suits the size."""
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def require_transformers(command: str) -> None:
+    """Say what to install before the import fails with a traceback."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PleOffloadError(
+            f"{command} needs {' and '.join(missing)}, not installed here; "
+            "run pip install 'ple-offload[transformers]'"
+        )

@@ -1,0 +1,108 @@
+"""Generate text with transformers while the n-gram table stays outside the model. Decoding is greedy."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from ple_offload.cli.common import (
+    add_json,
+    add_path,
+    add_tier,
+    parse_tokens,
+    print_json,
+    require_transformers,
+    show_progress,
+)
+from ple_offload.errors import UsageError
+
+HELP = "generate text with the table outside the model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_path(parser)
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", metavar="TEXT", help="text to continue; needs the checkpoint's tokenizer")
+    given.add_argument("--tokens", metavar="IDS", help="token ids to continue, as in 1,2,3")
+    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="default: 32")
+    parser.add_argument(
+        "--device", default="cpu", help="device of the model as torch spells it (default: cpu)"
+    )
+    add_tier(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens: expected at least 1, found {args.max_new_tokens}")
+    tokens = None if args.tokens is None else parse_tokens(args)
+    require_transformers("generate")
+    quiet_transformers()
+    import ple_offload
+
+    folder = ple_offload.inspect(args.path).path
+    tokenizer = load_tokenizer(folder) if tokens is None else None
+    if tokenizer is not None:
+        tokens = tokenizer(args.prompt)["input_ids"]
+        if not tokens:
+            raise UsageError("--prompt: expected text of at least one token, found none")
+    assert tokens is not None
+
+    from ple_offload.engines import transformers as engine
+
+    model = engine.from_pretrained(
+        folder,
+        tier=args.tier,
+        progress=show_progress(),
+        skip_memory_check=args.skip_memory_check,
+        device_map=args.device,
+    )
+    new_tokens, seconds = greedy(model, tokens, args.max_new_tokens)
+    text = None if tokenizer is None else tokenizer.decode(new_tokens)
+    if args.json:
+        print_json(
+            {"prompt_tokens": tokens, "new_tokens": new_tokens, "text": text, "generate_s": round(seconds, 4)}
+        )
+    elif text is not None:
+        print(args.prompt + text)
+    else:
+        print(",".join(map(str, new_tokens)))
+
+
+def greedy(model: Any, tokens: list[int], max_new_tokens: int) -> tuple[list[int], float]:
+    """The tokens after `tokens`, most likely first choice each, and the seconds that took."""
+    import torch
+
+    ids = torch.tensor([tokens], device=model.device)
+    start_s = time.perf_counter()
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+        )
+    return out[0, len(tokens) :].tolist(), time.perf_counter() - start_s
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own progress bars and advice out of a pipe."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not show_progress():
+        logging.disable_progress_bar()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"--prompt: {folder}: no tokenizer could be loaded from there; add its files or pass --tokens"
+        ) from error
