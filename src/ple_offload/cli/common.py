@@ -7,9 +7,15 @@ import importlib.util
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ple_offload.errors import PleOffloadError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ple_offload.families import Family
 
 TIERS = ("auto", "ram", "file")
 
@@ -56,25 +62,30 @@ def parse_ids(text: str, option: str) -> list[int]:
     """Whole numbers separated by commas or spaces. Raises UsageError naming the one that is not."""
     parts = text.replace(",", " ").split()
     for position, part in enumerate(parts):
-        if not part.removeprefix("-").isdecimal():
+        digits = part.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal() and int(digits) < 2**63):
             raise UsageError(f"{option}: expected ids as in 1,2,3; found {part!r} at position {position}")
     return [int(part) for part in parts]
 
 
 def parse_tokens(args: argparse.Namespace) -> list[int]:
+    """The ids of --tokens, at least one."""
     tokens = parse_ids(args.tokens, "--tokens")
     if not tokens:
         raise UsageError("--tokens: expected at least one id, as in 1,2,3; found none")
     return tokens
 
 
-def context_row(args: argparse.Namespace, context_len: int, filler: int) -> Any:
-    """The `ngram_context` of one request, [1, context_len] int64: fillers, then the last ids of --context."""
+def one_request(args: argparse.Namespace, family: Family) -> dict[str, npt.NDArray[np.int64]]:
+    """What a lookup takes for --tokens and --context: one request, its context filled up at the front."""
     import numpy as np
 
-    ids = parse_ids(args.context, "--context")
-    padded = [filler] * context_len + ids
-    return np.array([padded[len(padded) - context_len :]], np.int64).reshape(1, context_len)
+    tokens = parse_tokens(args)
+    past = [family.filler] * family.context_len + parse_ids(args.context, "--context")
+    return {
+        "input_ids": np.array(tokens, np.int64),
+        "ngram_context": np.array(past[len(past) - family.context_len :], np.int64)[None],
+    }
 
 
 def show_progress() -> bool:

@@ -110,7 +110,7 @@ def parameter_bytes(model: Any) -> int:
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
-    """The first position, from 0, where two lists differ, a missing end included; None when they are equal."""
+    """The first position, from 0, where two lists differ, a missing end included; None when equal."""
     if left == right:
         return None
     pairs = zip(left, right, strict=False)

@@ -1,10 +1,19 @@
-"""Show what decides how fast and whether a table can be served here, and what to change."""
+"""Show what decides whether and how fast a table can be served here, and what to change.
+
+Send this output along with a question or a report.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
+from typing import Any
 
-from ple_offload.cli.common import add_json
+from ple_offload import __version__
+from ple_offload.cli import host
+from ple_offload.cli.common import add_json, gib, print_facts, print_json
+from ple_offload.config import settings, usable_cpus, variable
 
 HELP = "memory, limits, huge pages, disk; which tier would be chosen, why, and what to change"
 
@@ -15,4 +24,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    raise SystemExit("later")
+    report, advice = collect(args.path)
+    if args.json:
+        print_json({**report, "advice": advice})
+        return
+    print(f"ple-offload {__version__}")
+    for title, facts in report.items():
+        print_facts(title, {label: spell(label, value) for label, value in facts.items()})
+    print("\nwhat to change")
+    for line in advice or ["nothing: no problem found"]:
+        print(f"  * {line}")
+
+
+def collect(path: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Facts by section, and sentences about what to change. A label ending in _bytes is a number of bytes."""
+    report: dict[str, dict[str, Any]] = {}
+    advice: list[str] = []
+    report["versions"] = dict(host.versions())
+    report["settings"] = settings_facts()
+    report["memory"] = memory_facts(advice)
+    report["huge pages"] = huge_page_facts(advice)
+    report["processors"] = processor_facts(advice)
+    report["compiled code"] = compiled_code_facts(advice)
+    if path is not None:
+        report.update(checkpoint_facts(path, advice))
+    return report, advice
+
+
+def settings_facts() -> dict[str, Any]:
+    found = settings()
+    values = {name: getattr(found, name) for name in found.origins}
+    values["threads"] = values["threads"] or usable_cpus()
+    return {
+        variable(
+            name
+        ): f"{value} ({'default' if found.origins[name] == 'default' else 'from the environment'})"
+        for name, value in values.items()
+    }
+
+
+def huge_page_facts(advice: list[str]) -> dict[str, Any]:
+    collapse = host.can_collapse(os.uname().release)
+    found = host.huge_pages()
+    if not collapse and found["shmem_enabled"] not in ("always", "advise", "within_size", "force"):
+        advice.append(
+            "huge pages: this kernel has no MADV_COLLAPSE (Linux 6.1) and shmem_enabled is off, so the ram tier "
+            "uses small pages and lookups of many rows take up to twice as long: "
+            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        )
+    return {
+        "anonymous memory": found["enabled"],
+        "shared memory": found["shmem_enabled"],
+        "MADV_COLLAPSE": "yes" if collapse else "no, needs Linux 6.1",
+    }
+
+
+def processor_facts(advice: list[str]) -> dict[str, Any]:
+    nodes = host.numa_nodes()
+    if nodes is not None and nodes > 1:
+        advice.append(
+            f"NUMA: memory lies on {nodes} nodes; start with `numactl --interleave=all` so that a table in the "
+            "ram tier is spread over them"
+        )
+    return {
+        "in the machine": os.cpu_count(),
+        "usable here": f"{usable_cpus()} (affinity {len(os.sched_getaffinity(0))}, cgroup quota counted)",
+        "NUMA nodes": nodes,
+    }
+
+
+def compiled_code_facts(advice: list[str]) -> dict[str, Any]:
+    import numba
+
+    from ple_offload import native
+
+    wake_up_us = native.wake_up_us()  # runs a parallel kernel: only then is the threading layer chosen
+    layer = numba.threading_layer()
+    if layer == "workqueue":
+        advice.append(
+            "threads: numba found no OpenMP and uses its own `workqueue`, whose threads wake up slowly; install "
+            "the system's libgomp (Debian: apt install libgomp1)"
+        )
+    problem = native.cache_problem()
+    if problem:
+        advice.append(
+            "compiled code: it cannot be cached, so every process compiles anew for some seconds; set "
+            "NUMBA_CACHE_DIR to a folder that can be written"
+        )
+    return {
+        "threading layer": layer,
+        "wake-up": f"{wake_up_us:.0f} us until all threads run",
+        "cache": problem or "works",
+    }
+
+
+def filesystem_facts(path: Path, advice: list[str]) -> dict[str, Any]:
+    found = host.filesystem(path)
+    if found is None:
+        return {"filesystem": None}
+    if found.is_network:
+        advice.append(
+            f"disk: the checkpoint lies on {found.type}, where reading single rows is slow; use tier ram, or "
+            "copy the checkpoint to a local disk for tier file"
+        )
+    if found.rotational:
+        advice.append(
+            "disk: the checkpoint lies on a hard disk, where reading single rows is slow; use tier ram"
+        )
+    kind = {True: "hard disk", False: "no moving parts", None: "no block device of its own"}[found.rotational]
+    return {"filesystem": f"{found.type} at {found.mount_point} ({found.source})", "kind of disk": kind}
+
+
+def spell(label: str, value: Any) -> str:
+    if value is None:
+        return "not known" if label not in host.PACKAGES else "not installed"
+    return gib(value) if label.endswith("_bytes") else str(value)

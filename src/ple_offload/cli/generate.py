@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ple_offload.cli.common import (
     add_json,
@@ -17,6 +17,9 @@ from ple_offload.cli.common import (
     show_progress,
 )
 from ple_offload.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = "generate text with the table outside the model"
 
@@ -40,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
     tokens = None if args.tokens is None else parse_tokens(args)
     require_transformers("generate")
     quiet_transformers()
+    device = usable_device(args.device)
     import ple_offload
 
     folder = ple_offload.inspect(args.path).path
@@ -57,8 +61,7 @@ def run(args: argparse.Namespace) -> None:
         tier=args.tier,
         progress=show_progress(),
         skip_memory_check=args.skip_memory_check,
-        device_map=args.device,
-    )
+    ).to(device)
     new_tokens, seconds = greedy(model, tokens, args.max_new_tokens)
     text = None if tokenizer is None else tokenizer.decode(new_tokens)
     if args.json:
@@ -86,6 +89,16 @@ def greedy(model: Any, tokens: list[int], max_new_tokens: int) -> tuple[list[int
             num_beams=1,
         )
     return out[0, len(tokens) :].tolist(), time.perf_counter() - start_s
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name. Raises UsageError when torch cannot put a tensor there."""
+    import torch
+
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        raise UsageError(f"--device {name}: torch cannot use it here: {error}".splitlines()[0]) from error
 
 
 def quiet_transformers() -> None:

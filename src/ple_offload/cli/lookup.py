@@ -15,7 +15,7 @@ from ple_offload.cli.common import (
     add_layer,
     add_path,
     add_tier,
-    context_row,
+    one_request,
     parse_tokens,
     print_json,
     show_progress,
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    tokens = parse_tokens(args)
+    parse_tokens(args)  # wrong usage is told before anything is opened
     out = Path(args.out)
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: the folder {out.parent} does not exist; make it first")
@@ -53,9 +53,7 @@ def run(args: argparse.Namespace) -> None:
         progress=show_progress(),
         skip_memory_check=args.skip_memory_check,
     ) as table:
-        family = table.spec.family
-        context = context_row(args, family.context_len, family.filler)
-        values = table.lookup(tokens, ngram_context=context)
+        values = table.lookup(**one_request(args, table.spec.family))
         tier = table.tier
     stored = values.astype(np.float32) if values.dtype.name == "bfloat16" else values
     with out.open("wb") as file:  # np.save given a path would append .npy to it

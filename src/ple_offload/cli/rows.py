@@ -9,7 +9,7 @@ from ple_offload.cli.common import (
     add_json,
     add_layer,
     add_path,
-    context_row,
+    one_request,
     parse_tokens,
     print_json,
 )
@@ -26,16 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    tokens = parse_tokens(args)
+    parse_tokens(args)  # wrong usage is told before anything is opened
     import ple_offload
 
     # Row numbers need no rows, so the tier that copies nothing is the right one.
     with ple_offload.open_table(args.path, layer=args.layer, tier="file", skip_memory_check=True) as table:
-        family = table.spec.family
-        context = context_row(args, family.context_len, family.filler)
-        numbers = table.row_numbers(tokens, ngram_context=context).tolist()
+        request = one_request(args, table.spec.family)
+        numbers = table.row_numbers(**request).tolist()
     if args.json:
         print_json(numbers)
         return
-    for token, row in zip(tokens, numbers, strict=True):
+    for token, row in zip(request["input_ids"], numbers, strict=True):
         print(f"{token}: {' '.join(map(str, row))}")

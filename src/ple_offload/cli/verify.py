@@ -83,9 +83,9 @@ def raise_if_wrong(report: dict[str, Any]) -> None:
     where = f"layer {report['layer']}"
     if report["rows_different"]:
         raise StoreError(
-            f"{where}: {report['rows_different']} of {report['rows_checked']} sampled rows differ from the files "
-            f"(first: row {report['first_different']}); the files changed while the table was open, or memory is "
-            "faulty: open the table again"
+            f"{where}: {report['rows_different']} of {report['rows_checked']} sampled rows differ from the "
+            f"files (first: row {report['first_different']}); the files changed while the table was open, or "
+            "memory is faulty: open the table again"
         )
     if report["rows_not_finite"]:
         raise CheckpointError(

@@ -1,0 +1,60 @@
+"""`lookup`: the file's values are those of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ple_offload.cli import main
+
+
+def whole_table(checkpoint: Path) -> np.ndarray:
+    """[num_rows, row_dim] float32, read by safetensors itself."""
+    import torch
+    from safetensors import safe_open
+
+    places = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = sorted(
+        (int(name.split("shard_")[1].split(".")[0]), name, file)
+        for name, file in places.items()
+        if ".shard_" in name
+    )
+    parts = []
+    for _, name, file in shards:
+        with safe_open(checkpoint / file, framework="pt") as opened:
+            parts.append(opened.get_tensor(name))
+    return torch.cat(parts).float().numpy()
+
+
+@pytest.mark.parametrize("tier", ["ram", "file", "auto"])
+def test_values_are_the_rows_of_the_checkpoint(
+    checkpoint: Path, tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(checkpoint), "--tokens", "5,6,7,8", "--context", "3"]
+    assert main(["rows", *arguments, "--json"]) == 0
+    numbers = np.array(json.loads(capsys.readouterr().out))
+    out = tmp_path / "values"  # no .npy is added behind the user's back
+    assert main(["lookup", *arguments, "--out", str(out), "--tier", tier, "--json"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert (report["shape"], report["dtype"], report["out"]) == ([4, 64], "float32", str(out))
+    assert report["tier"] in (("ram", "file") if tier == "auto" else (tier,))
+    np.testing.assert_array_equal(np.load(out), whole_table(checkpoint)[numbers].reshape(4, 64))
+    assert printed.err == ""  # no progress in a pipe
+
+
+def test_a_folder_that_is_not_there(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "missing" / "values.npy"
+    assert main(["lookup", str(checkpoint), "--tokens", "5", "--out", str(out)]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_bad_id_writes_no_file(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "values.npy"
+    assert main(["lookup", str(checkpoint), "--tokens", "5000", "--out", str(out)]) == 2
+    assert not out.exists()
