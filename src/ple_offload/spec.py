@@ -124,7 +124,8 @@ def inspect(path: str | Path) -> CheckpointSpec:
     try:
         found = families.find_tables(checkpoint.config)
     except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+        # The families quote what they found, and a hostile config.json may have megabytes of it.
+        raise CheckpointError(f"{checkpoint.folder}: {str(error)[:1000]}") from None
     return CheckpointSpec(
         path=checkpoint.folder,
         model_type=str(checkpoint.config["model_type"]),
@@ -204,7 +205,7 @@ def _tensors_of_module(checkpoint: Checkpoint, found: FoundTable) -> tuple[dict[
 
 
 def _parts(under_table: Mapping[str, StoredTensor]) -> list[StoredTensor]:
-    """The table's own tensors in row order. `under_table`: name below <table> -> tensor, without the scale."""
+    """The table's own tensors in row order. `under_table`: name below <table> -> tensor, no scale."""
     for pattern, layout in _OTHER_LAYOUTS:
         for name, tensor in under_table.items():
             if re.search(pattern, name):

@@ -18,6 +18,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
 from checkpoint import tiny
 from support import write_safetensors
 
@@ -60,7 +61,7 @@ def _write_entry(folder: Path, data: bytes = bytes(8), **changes: Any) -> None:
     _write_raw(folder, json.dumps({"t": entry}).encode(), data)
 
 
-# --- the file ---------------------------------------------------------------------------------------------------
+# --- the file ---
 
 
 @attack("m.safetensors", "found 0 bytes")
@@ -101,7 +102,9 @@ def bytes_after_the_end(folder: Path) -> None:
 @attack("m.safetensors", "Git LFS pointer", "git lfs pull")
 def git_lfs_pointer(folder: Path) -> None:
     tiny.write(folder, {})
-    (folder / "m.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (folder / "m.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
 
 
 @attack("m.safetensors", "regular file", "'p'")
@@ -129,7 +132,7 @@ def a_link_to_itself(folder: Path) -> None:
     (folder / "m.safetensors").symlink_to("m.safetensors")
 
 
-# --- the header's text ------------------------------------------------------------------------------------------
+# --- the header's text ---
 
 
 @attack("header", "begin with '{'")
@@ -194,7 +197,7 @@ def a_name_that_cannot_be_printed(folder: Path) -> None:
     _write_raw(folder, b'{"\\udc80": 1}')
 
 
-# --- one tensor's entry -----------------------------------------------------------------------------------------
+# --- one tensor's entry ---
 
 
 @attack("'t'", "expected dtype, shape and data_offsets", "['data_offsets', 'dtype']")
@@ -328,7 +331,7 @@ def unknown_dtype_that_overlaps(folder: Path) -> None:
     _write_raw(folder, json.dumps(header).encode(), bytes(12))
 
 
-# --- config.json and the index ----------------------------------------------------------------------------------
+# --- config.json and the index ---
 
 
 def _write_config(folder: Path, text: str) -> None:
@@ -376,6 +379,23 @@ def no_ple_layers(folder: Path) -> None:
 @attack("config.json", "ple_layer_ids", "found [0]")
 def ple_layer_zero(folder: Path) -> None:
     _write_config(folder, json.dumps({**tiny.CONFIG, "ple_layer_ids": [0]}))
+
+
+@attack("config.json", "ple_layer_ids", "found [0, 0,")
+def a_megabyte_of_layer_numbers(folder: Path) -> None:
+    """Must not become a message of a megabyte."""
+    _write_config(folder, json.dumps({**tiny.CONFIG, "ple_layer_ids": [0] * 300_000}))
+
+
+@attack("config.json", "ngram_vocab_size_base", "found 1000000000000000000")
+def primes_without_end(folder: Path) -> None:
+    """Looking for primes of this size would take years."""
+    _write_config(folder, json.dumps({**tiny.CONFIG, "ngram_vocab_size_base": 10**18}))
+
+
+@attack("config.json", "model_type", "found ['qwen4_exp']")
+def model_type_is_a_list(folder: Path) -> None:
+    _write_config(folder, json.dumps({**tiny.CONFIG, "model_type": ["qwen4_exp"]}))
 
 
 @attack("config.json", "ngram_size", "found 3.5")
@@ -461,7 +481,7 @@ def two_indices(folder: Path) -> None:
     index.unlink()
 
 
-# --- the table --------------------------------------------------------------------------------------------------
+# --- the table ---
 
 
 @attack("ngram_embedding", "found none in 1 file", "Accepted are")
@@ -569,7 +589,7 @@ def a_dtype_nobody_knows(folder: Path) -> None:
     _write_raw(folder, json.dumps({f"{TABLE}.weight": entry}).encode(), bytes(16))
 
 
-# --- scales -----------------------------------------------------------------------------------------------------
+# --- scales ---
 
 
 def _write_scale(folder: Path, dtype: str, value: Any, shape: tuple[int, ...]) -> None:
@@ -640,7 +660,7 @@ def scale_in_double(folder: Path) -> None:
     _write_scale(folder, "F64", np.float64([0.5]), ())
 
 
-# --- hash constants ---------------------------------------------------------------------------------------------
+# --- hash constants ---
 
 
 def _write_constant(folder: Path, name: str, value: Any, dtype: str = "I64") -> None:
@@ -692,7 +712,7 @@ def constants_of_another_seed(folder: Path) -> None:
     _write_one(folder, tiny.tensors(), seed=1)
 
 
-# --- layouts that exist and are not read ------------------------------------------------------------------------
+# --- layouts that exist and are not read ---
 
 
 @attack("NVFP4", "weight_scale_2", "F32", "Accepted are")

@@ -7,14 +7,18 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint import tiny
-from support import write_safetensors
 
+from checkpoint import tiny
 from ple_offload.checkpoint.folder import Checkpoint
 from ple_offload.errors import CheckpointError, UsageError
+from support import write_safetensors
 
 ONE = ("U8", b"1", (1,))
 TWO = ("U8", b"2", (1,))
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _names(files: tuple[Path, ...]) -> list[str]:
@@ -91,13 +95,13 @@ def test_read_notices_a_file_cut_since(tmp_path: Path) -> None:
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     tiny.write_default(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = _descriptors()
     checkpoint = Checkpoint.open(tmp_path)
     (tmp_path / "b.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError):
         Checkpoint.open(tmp_path)
     assert checkpoint.tensors
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _descriptors() == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

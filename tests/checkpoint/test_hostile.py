@@ -6,9 +6,9 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+
 from checkpoint import tiny
 from checkpoint.hostile import ATTACKS, Attack
-
 from ple_offload.errors import CheckpointError
 from ple_offload.spec import inspect
 
@@ -28,7 +28,7 @@ def test_is_refused(attack: Attack, tmp_path: Path) -> None:
 
 
 def test_the_valid_neighbours_are_accepted(tmp_path: Path) -> None:
-    """The attacks start from these: without their one damage they must pass, or the tests above show nothing."""
+    """The attacks start from these; they must pass without the damage, or the tests above show nothing."""
     for dtype in tiny.ITEM_BYTES:
         assert inspect(tiny.write_default(tmp_path / dtype, dtype=dtype)).table().num_rows == tiny.ROWS
 

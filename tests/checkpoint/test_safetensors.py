@@ -7,10 +7,10 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from checkpoint import tiny
-from support import write_safetensors
 
+from checkpoint import tiny
 from ple_offload.checkpoint.safetensors import StoredTensor, read_header
+from support import write_safetensors
 
 
 def _write(path: Path, header: bytes, data: bytes) -> Path:
@@ -19,7 +19,10 @@ def _write(path: Path, header: bytes, data: bytes) -> Path:
 
 
 def test_places_are_absolute(tmp_path: Path) -> None:
-    header = b'{"b":{"dtype":"I64","shape":[1],"data_offsets":[6,14]},"a":{"shape":[2,3],"dtype":"U8","data_offsets":[0,6]}}'
+    header = (
+        b'{"b":{"dtype":"I64","shape":[1],"data_offsets":[6,14]},'
+        b'"a":{"shape":[2,3],"dtype":"U8","data_offsets":[0,6]}}'
+    )
     path = _write(tmp_path / "t.safetensors", header, bytes(14))
     start = 8 + len(header)
     assert read_header(path) == {
@@ -29,7 +32,7 @@ def test_places_are_absolute(tmp_path: Path) -> None:
 
 
 def test_metadata_and_padding_are_skipped(tmp_path: Path) -> None:
-    header = b'{"__metadata__":{"format":"pt","note":"[[,,{}"},"t":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}    '
+    header = b'{"__metadata__":{"note":"[[,,{}"},"t":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}    '
     tensors = read_header(_write(tmp_path / "t.safetensors", header, b"x"))
     assert list(tensors) == ["t"]
     assert tensors["t"].shape == ()

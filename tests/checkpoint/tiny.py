@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from support import write_safetensors
 
 from ple_offload.families.qwen_ple import QwenPle
+from support import write_safetensors
 
 # 4 heads of 23, 29, 31, 37 rows = 120 rows of 16 elements; PLE on decoder layer 1, counted from 0
 CONFIG: dict[str, Any] = {
@@ -35,6 +36,10 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
 Tensors = dict[str, tuple[str, "np.ndarray | bytes", tuple[int, ...]]]
 
 
+def family(layer_index: int) -> QwenPle:
+    return QwenPle.from_text_config(CONFIG, layer_index)
+
+
 def table_bytes(rows: int, dtype: str, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(rows * ROW_DIM * ITEM_BYTES[dtype])
 
@@ -48,11 +53,10 @@ def tensors(
     prefix: str = "model.",
     constants: bool = True,
     data: bytes | None = None,
-    config: Mapping[str, Any] = CONFIG,
 ) -> Tensors:
-    """The tensors of one table and a neighbour. `cuts`: rows where a new shard begins; None: one fused tensor."""
-    family = QwenPle.from_text_config(config, layer_index)
-    rows = family.num_rows
+    """The tensors of one table and a neighbour. `cuts`: rows where a new shard begins; None: one tensor."""
+    rule = family(layer_index)
+    rows = rule.num_rows
     row_bytes = ROW_DIM * ITEM_BYTES[dtype]
     data = table_bytes(rows, dtype) if data is None else data
     module = f"{prefix}layers.{layer}.ple."
@@ -62,16 +66,16 @@ def tensors(
         made[f"{table}.weight"] = (dtype, data, (rows, ROW_DIM))
     else:
         edges = [0, *cuts, rows]
-        for i, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+        for i, (first, last) in enumerate(itertools.pairwise(edges)):
             part = data[first * row_bytes : last * row_bytes]
             made[f"{table}.shard_{i}.weight"] = (dtype, part, (last - first, ROW_DIM))
     if dtype == "F8_E4M3":
         made[f"{table}.weight_scale"] = ("BF16", np.array([0.5], ml_dtypes.bfloat16), (1,))
     if constants:
         stored = {
-            "layer_multipliers": family.multipliers,
-            "ngram_heads_vocab_sizes": family.head_sizes,
-            "ngram_heads_offsets": family.head_offsets,
+            "layer_multipliers": rule.multipliers,
+            "ngram_heads_vocab_sizes": rule.head_sizes,
+            "ngram_heads_offsets": rule.head_offsets,
         }
         for name, values in stored.items():
             made[f"{module}ple_embedding.{name}"] = ("I64", values, values.shape)
