@@ -224,7 +224,7 @@ def _damage(content: bytes, rng: random.Random) -> bytes:
 
 
 def test_json_that_is_valid_and_means_nothing(tmp_path: Path) -> None:
-    """Each value of config.json replaced by junk of every kind: refused or understood, never another error."""
+    """Each value of config.json replaced by junk of every kind: refused or understood, no other error."""
     folder = tiny.write_default(tmp_path)
     junk: list[Any] = [None, True, -1, 0, 1.5, 10**30, "x", [], [[]], {}, [None], 2**63, 10**15]
     for key in tiny.CONFIG:

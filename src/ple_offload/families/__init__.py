@@ -21,12 +21,14 @@ def find_tables(config: Mapping[str, Any]) -> list[FoundTable]:
     Raises CheckpointError for a model type without a known table, or a config that announces none.
     """
     model_type = config.get("model_type")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise CheckpointError(
             f"config.json: 'model_type': expected one of {', '.join(sorted(_FAMILIES))}, found {model_type!r}. "
             "This model has no embedding table that ple-offload knows."
         )
     text_config = config.get("text_config", config)
     if not isinstance(text_config, Mapping):
-        raise CheckpointError(f"config.json: 'text_config': expected an object, found {type(text_config).__name__}.")
+        raise CheckpointError(
+            f"config.json: 'text_config': expected an object, found {type(text_config).__name__}."
+        )
     return _FAMILIES[model_type](text_config)

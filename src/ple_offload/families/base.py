@@ -70,16 +70,22 @@ class FoundTable:
     row_dim: int  # elements of one row
     module: str  # tensor names end in module + suffix, behind any prefix: "layers.1.ple.ple_embedding."
     table: str  # suffix of the table itself: <module><table>.weight, or <module><table>.shard_<i>.weight
-    constants: Mapping[str, npt.NDArray[np.int64]]  # suffix -> the values the checkpoint must hold, if it holds any
+    constants: Mapping[
+        str, npt.NDArray[np.int64]
+    ]  # suffix -> the values the checkpoint must hold, if it holds any
 
 
-def whole_number(config: Mapping[str, Any], key: str, default: int | None, minimum: int) -> int:
-    """Read an integer of a config; CheckpointError when it is missing, of another type, or too small."""
+def whole_number(
+    config: Mapping[str, Any], key: str, default: int | None, minimum: int, maximum: int = 2**31 - 1
+) -> int:
+    """Read an integer of a config, null as if absent; CheckpointError for what is missing or out of range."""
     from ple_offload.errors import CheckpointError
 
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise CheckpointError(
-            f"config.json: {key!r}: expected an integer >= {minimum}, found {value!r}. Fix the checkpoint's config."
+            f"config.json: {key!r}: expected an integer from {minimum} to {maximum}, found {value!r}. "
+            "Fix the checkpoint's config."
         )
     return value

@@ -75,7 +75,9 @@ class QwenPle:
     def head_sizes(self) -> Ints:
         """[rows_per_token] int64: the primes that follow ngram_vocab_size_base - 1, past those of earlier layers."""
         skipped = self.layer_index * self.rows_per_token
-        return np.array(_primes_from(self.ngram_vocab_size_base, skipped + self.rows_per_token)[skipped:], np.int64)
+        return np.array(
+            _primes_from(self.ngram_vocab_size_base, skipped + self.rows_per_token)[skipped:], np.int64
+        )
 
     @cached_property
     def head_offsets(self) -> Ints:
@@ -131,11 +133,11 @@ class QwenPle:
         return cls(
             vocab_size=vocab_size,
             eos_token_id=eos,
-            ngram_size=whole_number(config, "ngram_size", 3, 2),
-            heads_per_ngram=whole_number(config, "heads_per_ngram", 8, 1),
+            ngram_size=whole_number(config, "ngram_size", 3, 2, 64),
+            heads_per_ngram=whole_number(config, "heads_per_ngram", 8, 1, 256),
             ngram_vocab_size_base=whole_number(config, "ngram_vocab_size_base", 20_000_000, 1),
             divisible_by=whole_number(config, "make_ngram_vocab_size_divisible_by", 128, 1),
-            seed=whole_number(config, "seed", 1234, 0),
+            seed=whole_number(config, "seed", 1234, 0, 2**64 - 1),
             layer_index=layer_index,
         )
 
@@ -143,9 +145,9 @@ class QwenPle:
 def find_tables(text_config: Mapping[str, Any]) -> list[FoundTable]:
     """The PLE tables of a Qwen4Exp text config. `ple_layer_ids` counts from 1, tensors and `layer` from 0."""
     layer_ids = text_config.get("ple_layer_ids") or []
-    if not isinstance(layer_ids, list) or not all(type(i) is int and i >= 1 for i in layer_ids):
+    if not isinstance(layer_ids, list) or not all(type(i) is int and 1 <= i <= 1000 for i in layer_ids):
         raise CheckpointError(
-            f"config.json: 'ple_layer_ids': expected a list of layer numbers from 1, found {layer_ids!r}."
+            f"config.json: 'ple_layer_ids': expected a list of layer numbers from 1 to 1000, found {layer_ids!r}."
         )
     if not layer_ids:
         raise CheckpointError(
@@ -190,7 +192,9 @@ def _primes_from(lowest: int, count: int) -> list[int]:
     primes: list[int] = []
     candidate = max(2, lowest)
     while len(primes) < count:
-        if candidate == 2 or (candidate % 2 and all(candidate % d for d in range(3, math.isqrt(candidate) + 1, 2))):
+        if candidate == 2 or (
+            candidate % 2 and all(candidate % d for d in range(3, math.isqrt(candidate) + 1, 2))
+        ):
             primes.append(candidate)
         candidate += 1
     return primes
