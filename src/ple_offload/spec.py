@@ -30,6 +30,7 @@ from ple_offload.checkpoint.strict_json import shown
 from ple_offload.errors import CheckpointError, UsageError
 from ple_offload.families import Family, FoundTable
 from ple_offload.formats.base import RowFormat, detect
+from ple_offload.stores.base import Segment
 
 _ACCEPTED = (
     "Accepted are shard_0.weight, shard_1.weight, ... or one weight, "
@@ -44,16 +45,6 @@ _OTHER_LAYOUTS = (
     (r"weight_scale_2$", "an NVFP4 table"),
     (r"shards?[._]\d+\.weight_scale$", "a table with one scale per shard, row or block"),
 )
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows [first_row, first_row + num_rows) of a table lie in `path`, in order, from byte `offset` on."""
-
-    path: Path
-    offset: int
-    first_row: int
-    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -293,9 +284,7 @@ def _segments(parts: list[StoredTensor]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _compare_constants(
-    checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], found: FoundTable
-) -> bool:
+def _compare_constants(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], found: FoundTable) -> bool:
     """False when no constant is stored; True when all are, and are ours."""
     stored = {name: tensors[name] for name in found.constants if name in tensors}
     if not stored:

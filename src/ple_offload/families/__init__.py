@@ -28,7 +28,5 @@ def find_tables(config: Mapping[str, Any]) -> list[FoundTable]:
         )
     text_config = config.get("text_config", config)
     if not isinstance(text_config, Mapping):
-        raise CheckpointError(
-            f"config.json: 'text_config': expected an object, found {type(text_config).__name__}."
-        )
+        raise CheckpointError(f"config.json: 'text_config': expected an object, found {type(text_config).__name__}.")
     return _FAMILIES[model_type](text_config)

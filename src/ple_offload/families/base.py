@@ -70,9 +70,7 @@ class FoundTable:
     row_dim: int  # elements of one row
     module: str  # tensor names end in module + suffix, behind any prefix: "layers.1.ple.ple_embedding."
     table: str  # suffix of the table itself: <module><table>.weight, or <module><table>.shard_<i>.weight
-    constants: Mapping[
-        str, npt.NDArray[np.int64]
-    ]  # suffix -> the values the checkpoint must hold, if it holds any
+    constants: Mapping[str, npt.NDArray[np.int64]]  # suffix -> the values the checkpoint must hold, if it holds any
 
 
 def whole_number(

@@ -75,9 +75,7 @@ class QwenPle:
     def head_sizes(self) -> Ints:
         """[rows_per_token] int64: the primes that follow ngram_vocab_size_base - 1, past those of earlier layers."""
         skipped = self.layer_index * self.rows_per_token
-        return np.array(
-            _primes_from(self.ngram_vocab_size_base, skipped + self.rows_per_token)[skipped:], np.int64
-        )
+        return np.array(_primes_from(self.ngram_vocab_size_base, skipped + self.rows_per_token)[skipped:], np.int64)
 
     @cached_property
     def head_offsets(self) -> Ints:
@@ -105,7 +103,7 @@ class QwenPle:
         return out
 
     def row_numbers(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints, out: Ints) -> int:
-        return _row_numbers(
+        bad: int = _row_numbers(
             input_ids,
             query_start_loc,
             ngram_context,
@@ -117,6 +115,7 @@ class QwenPle:
             self.head_offsets,
             out,
         )
+        return bad
 
     @classmethod
     def from_text_config(cls, config: Mapping[str, Any], layer_index: int) -> QwenPle:
@@ -192,9 +191,7 @@ def _primes_from(lowest: int, count: int) -> list[int]:
     primes: list[int] = []
     candidate = max(2, lowest)
     while len(primes) < count:
-        if candidate == 2 or (
-            candidate % 2 and all(candidate % d for d in range(3, math.isqrt(candidate) + 1, 2))
-        ):
+        if candidate == 2 or (candidate % 2 and all(candidate % d for d in range(3, math.isqrt(candidate) + 1, 2))):
             primes.append(candidate)
         candidate += 1
     return primes

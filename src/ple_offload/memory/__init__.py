@@ -1,0 +1,1 @@
+"""Host memory: how much there is, mappings with huge pages, sealed memory that can be shared."""

@@ -1,0 +1,7 @@
+"""Where rows live: one file per tier."""
+
+from ple_offload.stores.base import RowMap, Segment, Store
+from ple_offload.stores.file import FileStore
+from ple_offload.stores.ram import RamStore
+
+__all__ = ["FileStore", "RamStore", "RowMap", "Segment", "Store"]

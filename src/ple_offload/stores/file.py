@@ -1,0 +1,100 @@
+"""Tier `file`: rows are read in place from the checkpoint's own files, through the page cache.
+
+Nothing is copied and nothing is written; every process on the host that maps the same files shares the one copy the kernel
+keeps, and the kernel may drop it under memory pressure, at the price of disk reads. Only the pages of the table's tensors
+are mapped, never whole files, and reads are advised as random: read-ahead would fetch hundreds of times the bytes used.
+
+A mapped file can change underneath: cut, it raises SIGBUS; rewritten in place, it gives other rows. `check` compares each
+file's size and modification time with those at opening. A file replaced by rename stays mapped as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ple_offload.errors import StoreError
+from ple_offload.memory.mapping import MADV_RANDOM, PAGE_BYTES, Mapping
+from ple_offload.stores.base import RowMap, Segment
+
+
+class FileStore:
+    """See the module; holds one descriptor per file, read-only."""
+
+    tier = "file"
+
+    def __init__(self, segments: Sequence[Segment], row_bytes: int, *, name: str) -> None:
+        self._name = name
+        self._files: dict[Path, tuple[int, os.stat_result]] = {}
+        self._mappings: list[Mapping] = []
+        try:
+            addresses: dict[Segment, int] = {}
+            for path in dict.fromkeys(segment.path for segment in segments):
+                own = [segment for segment in segments if segment.path == path]
+                addresses.update(self._map_file(path, own, row_bytes))
+        except BaseException:
+            self.close()
+            raise
+        self.rows = RowMap.of([addresses[s] for s in segments], [s.num_rows for s in segments])
+        self._num_bytes = sum(s.num_rows for s in segments) * row_bytes
+
+    def _map_file(self, path: Path, segments: Sequence[Segment], row_bytes: int) -> dict[Segment, int]:
+        """Map the page-rounded ranges of one file's segments, one map for ranges that touch."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be opened: {error.strerror}. Is the checkpoint still there?") from error
+        self._files[path] = (fd, os.fstat(fd))
+        size = self._files[path][1].st_size
+        addresses: dict[Segment, int] = {}
+        waiting: list[Segment] = []
+        for segment in sorted(segments, key=lambda s: s.offset):
+            end = segment.offset + segment.num_rows * row_bytes
+            if end > size:
+                raise StoreError(
+                    f"{path}: rows of table {self._name} end at byte {end}, the file at {size}. "
+                    "It was cut since it was inspected: get the checkpoint again."
+                )
+            if (
+                waiting
+                and segment.offset // PAGE_BYTES * PAGE_BYTES > waiting[-1].offset + waiting[-1].num_rows * row_bytes
+            ):
+                addresses.update(self._map_range(fd, path, waiting, row_bytes))
+                waiting = []
+            waiting.append(segment)
+        addresses.update(self._map_range(fd, path, waiting, row_bytes))
+        return addresses
+
+    def _map_range(self, fd: int, path: Path, segments: Sequence[Segment], row_bytes: int) -> dict[Segment, int]:
+        first = segments[0].offset // PAGE_BYTES * PAGE_BYTES
+        end = segments[-1].offset + segments[-1].num_rows * row_bytes
+        mapping = Mapping(fd, end - first, offset=first, what=f"{path}: table {self._name}")
+        mapping.advise(MADV_RANDOM)
+        self._mappings.append(mapping)
+        return {segment: mapping.address + segment.offset - first for segment in segments}
+
+    def check(self) -> None:
+        for path, (fd, opened) in self._files.items():
+            now = os.fstat(fd)
+            if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+                raise StoreError(
+                    f"{path}: changed while its table {self._name} was open: expected {opened.st_size} bytes modified at "
+                    f"{opened.st_mtime_ns} ns, found {now.st_size} bytes modified at {now.st_mtime_ns} ns. Its rows cannot "
+                    "be trusted; restore the file and open the table again. Replace files by rename, never in place."
+                )
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "tier": self.tier,
+            "bytes": self._num_bytes,
+            "shared_with": "every process that maps the same files (page cache)",
+            "files": len(self._files),
+        }
+
+    def close(self) -> None:
+        for mapping in self._mappings:
+            mapping.close()
+        for fd, _ in self._files.values():
+            os.close(fd)
+        self._mappings, self._files = [], {}

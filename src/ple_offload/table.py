@@ -1,0 +1,409 @@
+"""An open table: the one place where family, format and store meet.
+
+A lookup is three plain steps: the family turns ids into row numbers, the store says where those rows are, the format
+gathers and decodes them. Large gathers are shared among threads; small ones are not worth waking anyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ple_offload import config, native
+from ple_offload.errors import MemoryLimitError, StoreError, TokenIdError, UsageError
+from ple_offload.families.ragged import bad_query_start_loc
+from ple_offload.formats.base import VALUE_DTYPES, RowFormat
+from ple_offload.formats.gather import copy_rows, copy_rows_parallel, decode_rows, decode_rows_parallel
+from ple_offload.memory.limits import require_memory
+from ple_offload.progress import ByteProgress
+from ple_offload.spec import TableSpec, inspect
+from ple_offload.stores import FileStore, RamStore, RowMap, Store
+
+log = logging.getLogger(__name__)
+
+TIERS = ("auto", "ram", "file")
+# Loading and warming up takes this much beside the table itself.
+OVERHEAD_BYTES = 64 << 20
+# One thread gathers a 160-byte row in about this time (2 MiB pages; docs/LOG.md); only used to decide how many rows repay
+# the waking of threads, so its order of magnitude is enough.
+ROW_US = 0.05
+CHECK_INTERVAL_S = 0.1
+
+
+def open_table(
+    path: str | Path,
+    layer: int | None = None,
+    tier: str = "auto",
+    *,
+    threads: int | None = None,
+    progress: bool = False,
+    skip_memory_check: bool | None = None,
+) -> Table:
+    """Open one table of a checkpoint.
+
+    path: a checkpoint folder, or a model id that the local hub cache holds.
+    layer: the decoder layer (from 0) that consumes the rows; may be left out when the checkpoint has one table.
+    tier: "ram" copies the table into sealed memory; "file" reads the checkpoint's own files through the page cache;
+        "auto" takes "ram" when it fits this process's memory limits, else "file".
+    threads: for loading and for large gathers; default PLE_OFFLOAD_THREADS, else the usable CPUs.
+    progress: draw a line on stderr while loading.
+    skip_memory_check: open even when the memory check says that the table does not fit.
+
+    Raises UsageError, CheckpointError (what is refused and why), MemoryLimitError (before anything is allocated),
+    StoreError.
+    """
+    if tier not in TIERS:
+        raise UsageError(f"tier: expected one of {', '.join(TIERS)}, found {tier!r}.")
+    if threads is None:
+        threads = config.num_threads()
+    elif threads < 1:
+        raise UsageError(f"threads: expected at least 1, found {threads}.")
+    if skip_memory_check is None:
+        skip_memory_check = config.settings().skip_memory_check
+    spec = inspect(path).table(layer)
+    if tier != "file" and not skip_memory_check:
+        try:
+            require_memory(spec.size_bytes + OVERHEAD_BYTES, f"table {spec.name} in tier 'ram'")
+        except MemoryLimitError as error:
+            if tier == "ram":
+                raise
+            log.warning("tier 'file' for table %s: %s", spec.name, error)
+            tier = "file"
+    if tier == "file":
+        return Table(spec, FileStore(spec.segments, spec.row_bytes, name=spec.name), threads=threads)
+    bar = ByteProgress(f"loading table {spec.name}", spec.size_bytes) if progress else None
+    try:
+        store = RamStore(spec.segments, spec.row_bytes, name=spec.name, threads=threads, progress=bar)
+    finally:
+        if bar is not None:
+            bar.close()
+    return Table(spec, store, threads=threads)
+
+
+class Table:
+    """Rows of one table by token id or by row number; made by `open_table`, used from any thread, closed once.
+
+    NumPy arrays (or lists) in, NumPy arrays out, bfloat16 as `ml_dtypes.bfloat16`; torch CPU tensors in, torch tensors
+    out. Integer inputs of any width are accepted. `dtype` is "bf16", "fp16" or "fp32", or a NumPy or torch dtype of
+    those; by default the stored one, bf16 for FP8. Every `out` must be C-contiguous and of the exact shape and dtype.
+    """
+
+    def __init__(self, spec: TableSpec, store: Store, *, threads: int) -> None:
+        self.spec = spec
+        self.store = store
+        self.threads = threads
+        # plain attributes: they are read in every lookup
+        self.num_rows = spec.num_rows
+        self.row_dim = spec.row_dim
+        self.rows_per_token = spec.rows_per_token
+        self.embed_dim = spec.embed_dim
+        self.context_len = spec.family.context_len
+        self._no_context = np.full((1, self.context_len), spec.family.filler, np.int64)
+        self._gathers: dict[str, _Gather] = {}
+        self._pid = os.getpid()
+        self._failure: str | None = None
+        self._users = 0  # lookups running now; close waits for them
+        self._lock = threading.Lock()  # of the two above
+        self._next_check_s = 0.0
+        # rows from which a parallel gather pays: the time saved by sharing must be twice the waking
+        saved_us = ROW_US * (1 - 1 / threads)
+        self.parallel_rows = math.ceil(2 * native.wake_up_us() / saved_us) if threads > 1 else sys.maxsize
+        self.prepare(spec.format.value_dtype)
+
+    # ---- facts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tier(self) -> str:
+        return self.store.tier
+
+    def describe(self) -> dict[str, object]:
+        """What is open, where it lives and how it is read; plain values, fit for JSON."""
+        return {
+            "layer": self.spec.layer,
+            "family": self.spec.family.name,
+            "format": self.spec.format.name,
+            "num_rows": self.num_rows,
+            "row_bytes": self.spec.row_bytes,
+            **self.store.describe(),
+            "threads": self.threads,
+            "parallel_from_rows": self.parallel_rows,
+            "kernel_cache": native.cache_problem() or "on disk",
+        }
+
+    # ---- lookups --------------------------------------------------------------------------------------------------
+
+    def row_numbers(
+        self, input_ids: Any, query_start_loc: Any = None, ngram_context: Any = None, *, out: Any = None
+    ) -> Any:
+        """Row numbers [num_tokens, rows_per_token] int64 of a ragged step.
+
+        input_ids: [>= num_tokens] token ids, request after request; ids from num_tokens on are not looked at.
+        query_start_loc: [num_reqs + 1], request r owns tokens [query_start_loc[r], query_start_loc[r + 1]); num_tokens
+            is its last value. None: one request.
+        ngram_context: [num_reqs, context_len] the tokens before each request's first, oldest first. None: every request
+            starts here.
+
+        Raises TokenIdError naming the position and value of the first bad id, UsageError for shapes and dtypes.
+        """
+        ids, starts, context = self._step(input_ids, query_start_loc, ngram_context)
+        shape = (int(starts[-1]), self.rows_per_token)
+        result, array = _output(out, shape, np.dtype(np.int64), _is_torch(input_ids))
+        self._row_numbers(ids, starts, context, array)
+        return result
+
+    def gather(self, rows: Any, *, dtype: Any = None, out: Any = None) -> Any:
+        """Values [*rows.shape, row_dim] of row numbers of any shape.
+
+        Raises TokenIdError naming the first row number outside the table.
+        """
+        numbers = _integers("rows", rows)
+        name = self._dtype_name(dtype)
+        result, array = _output(out, (*numbers.shape, self.row_dim), VALUE_DTYPES[name], _is_torch(rows))
+        self._gather(np.ascontiguousarray(numbers, np.int64).reshape(-1), name, array)
+        return result
+
+    def lookup(
+        self,
+        input_ids: Any,
+        query_start_loc: Any = None,
+        ngram_context: Any = None,
+        *,
+        dtype: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """Values [num_tokens, embed_dim] of a ragged step: `row_numbers`, then `gather`, each token's rows in a row."""
+        ids, starts, context = self._step(input_ids, query_start_loc, ngram_context)
+        name = self._dtype_name(dtype)
+        num_tokens = int(starts[-1])
+        result, array = _output(out, (num_tokens, self.embed_dim), VALUE_DTYPES[name], _is_torch(input_ids))
+        rows = np.empty((num_tokens, self.rows_per_token), np.int64)
+        self._row_numbers(ids, starts, context, rows)
+        self._gather(rows.reshape(-1), name, array)
+        return result
+
+    def prepare(self, dtype: Any) -> None:
+        """Compile what lookups of this value dtype need, so that none has to wait for it."""
+        none, starts = np.empty(0, np.int64), np.zeros(1, np.int64)
+        name = self._dtype_name(dtype)
+        gather = self._gather_to(name)
+        nothing = np.empty((0, self.row_dim), VALUE_DTYPES[name])
+        gather.run(none, nothing, 1)
+        if self.threads > 1:
+            with native.parallel_turn() as mine:
+                gather.run(none, nothing, self.threads if mine else 1)
+        context = np.empty((0, self.context_len), np.int64)
+        self.spec.family.row_numbers(none, starts, context, np.empty((0, self.rows_per_token), np.int64))
+        bad_query_start_loc(starts, 0)
+
+    def close(self) -> None:
+        """Wait for the lookups that are running, then release the memory; safe to call twice."""
+        with self._lock:
+            self._failure = self._failure or "it was closed"
+        while self._users:
+            time.sleep(0.001)
+        self.store.close()
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    def _step(
+        self, input_ids: Any, query_start_loc: Any, ngram_context: Any
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Check a step's shapes and bring its inputs to C-contiguous int64."""
+        ids = _integers("input_ids", input_ids, ndim=1)
+        if query_start_loc is None:
+            starts = np.array([0, ids.size], np.int64)
+        else:
+            starts = _integers("query_start_loc", query_start_loc, ndim=1)
+            if starts.size == 0:
+                raise UsageError("query_start_loc: expected num_reqs + 1 values, found none.")
+            bad = bad_query_start_loc(starts, ids.size)
+            if bad >= 0:
+                raise UsageError(
+                    f"query_start_loc[{bad}] = {starts[bad]}: expected values that start at 0, never fall and end at "
+                    f"most at {ids.size}, the number of ids."
+                )
+        shape = (starts.size - 1, self.context_len)
+        if ngram_context is None:
+            context = self._no_context if shape[0] == 1 else self._no_context.repeat(shape[0], axis=0)
+        else:
+            context = _integers("ngram_context", ngram_context, ndim=2)
+            if context.shape != shape:
+                raise UsageError(
+                    f"ngram_context: expected shape [num_reqs, context_len] = {list(shape)}, found {list(context.shape)}."
+                )
+        return ids, starts, context
+
+    def _row_numbers(
+        self,
+        ids: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        context: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64],
+    ) -> None:
+        family = self.spec.family
+        bad = family.row_numbers(ids, starts, context, out)
+        if bad >= 0:
+            num_tokens = int(starts[-1])
+            if bad < num_tokens:
+                place, value = f"input_ids[{bad}]", ids[bad]
+            else:
+                request, column = divmod(bad - num_tokens, self.context_len)
+                place, value = f"ngram_context[{request}, {column}]", context[request, column]
+            raise TokenIdError(
+                f"{place} = {value}: expected a token id from 0 to {family.vocab_size - 1}. "
+                "Placeholders (-1) and ids of another vocabulary cannot be looked up."
+            )
+
+    def _gather(self, rows: npt.NDArray[np.int64], name: str, out: npt.NDArray[Any]) -> None:
+        """Gather into `out`, of any shape with rows.size * row_dim elements of the value dtype."""
+        gather = self._gathers.get(name) or self._gather_to(name)
+        values = out.reshape(rows.size, self.row_dim)
+        self._enter()
+        try:
+            if rows.size < self.parallel_rows:
+                bad = gather.run(rows, values, 1)
+            else:
+                with native.parallel_turn() as mine:
+                    bad = gather.run(rows, values, self.threads if mine else 1)
+        finally:
+            self._leave()
+        if bad >= 0:
+            raise TokenIdError(
+                f"row number {rows[bad]} (at index {bad} of {rows.size}): expected 0 to {self.num_rows - 1}."
+            )
+
+    def _gather_to(self, name: str) -> _Gather:
+        return self._gathers.setdefault(name, _Gather(self.spec.format, self.store.rows, name))
+
+    def _enter(self) -> None:
+        """Begin a read of the store; raises when the table can no longer be read."""
+        native.check_not_forked(self._pid, f"table {self.spec.name}")
+        with self._lock:
+            if self._failure is None and time.monotonic() >= self._next_check_s:
+                self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
+                try:
+                    self.store.check()
+                except StoreError as error:
+                    self._failure = str(error)
+            if self._failure is not None:
+                raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
+            self._users += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+
+    def _dtype_name(self, dtype: Any) -> str:
+        if dtype is None:
+            return self.spec.format.value_dtype
+        name = _DTYPE_NAMES.get(str(dtype))
+        if name is None:
+            raise UsageError(f"dtype: expected {', '.join(VALUE_DTYPES)} (or such a dtype), found {dtype!r}.")
+        return name
+
+
+class _Gather:
+    """The compiled gather of one table to one value dtype, with the arguments that never change."""
+
+    def __init__(self, row_format: RowFormat, at: RowMap, name: str) -> None:
+        self._where = (at.bases, at.starts, at.step)
+        self._row_bytes = row_format.row_bytes
+        # fp32 rows wanted in 16 bits are copied, then cast: they have too many codes for a table
+        self._cast_from = row_format.stored_dtype if row_format.name == "fp32" != name else None
+        self._codes = None if self._cast_from else row_format.codes_to_values(name)
+        self._code = _CODE_ZERO.get(row_format.stored_dtype.itemsize)
+
+    def run(self, rows: npt.NDArray[np.int64], values: npt.NDArray[Any], shares: int) -> int:
+        """Fill values [rows.size, row_dim]; returns the index of the first bad row number, or -1.
+
+        shares: how many threads work; more than one only in a `native.parallel_turn`.
+        """
+        if self._codes is not None:
+            arguments = (
+                *self._where,
+                rows,
+                self._row_bytes,
+                self._code,
+                self._codes,
+                values.view(self._codes.dtype),
+            )
+            if shares > 1:
+                return int(decode_rows_parallel(*arguments, shares))
+            return int(decode_rows(*arguments, 0, rows.size))
+        raw = values if self._cast_from is None else np.empty(values.shape, self._cast_from)
+        copied = (*self._where, rows, self._row_bytes, raw.view(np.uint8))
+        bad = copy_rows_parallel(*copied, shares) if shares > 1 else copy_rows(*copied, 0, rows.size)
+        if raw is not values and bad < 0:
+            with np.errstate(over="ignore"):
+                values[...] = raw
+        return int(bad)
+
+
+_CODE_ZERO = {1: np.uint8(0), 2: np.uint16(0)}
+_DTYPE_NAMES = {
+    **{name: name for name in VALUE_DTYPES},
+    **{str(dtype): name for name, dtype in VALUE_DTYPES.items()},
+    **{f"torch.{dtype}": name for name, dtype in VALUE_DTYPES.items()},
+}
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # who passes a tensor has imported it
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _integers(what: str, value: Any, ndim: int | None = None) -> npt.NDArray[np.int64]:
+    """A C-contiguous int64 array of a list, NumPy array or torch CPU tensor of integers."""
+    if _is_torch(value):
+        if value.device.type != "cpu":
+            raise UsageError(f"{what}: expected a CPU tensor, found one on {value.device}. Copy it to the CPU first.")
+        value = value.detach().numpy()
+    array = np.asarray(value)
+    if array.size == 0 and not isinstance(value, np.ndarray):
+        array = array.astype(np.int64)  # an empty list has no dtype of its own
+    if array.dtype.kind not in "iu":
+        raise UsageError(f"{what}: expected integers, found {array.dtype}.")
+    if ndim is not None and array.ndim != ndim:
+        raise UsageError(f"{what}: expected {ndim} dimension{'s'[: ndim > 1]}, found shape {list(array.shape)}.")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], torch_result: bool) -> tuple[Any, npt.NDArray[Any]]:
+    """(what to return, a NumPy array of `dtype` over the same memory); checks `out` or makes it."""
+    if out is None and not torch_result:
+        out = np.empty(shape, dtype)
+    if isinstance(out, np.ndarray):
+        if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
+            raise UsageError(
+                f"out: expected a writable, C-contiguous {dtype.name} array of shape {list(shape)}, "
+                f"found {out.dtype.name} of shape {list(out.shape)} and strides {list(out.strides)}."
+            )
+        return out, out
+    torch = sys.modules.get("torch")
+    if torch is None or not (out is None or isinstance(out, torch.Tensor)):
+        raise UsageError(f"out: expected a NumPy array or a torch CPU tensor, found {type(out).__name__}.")
+    torch_dtype = getattr(torch, dtype.name)
+    if out is None:
+        out = torch.empty(shape, dtype=torch_dtype)
+    elif tuple(out.shape) != shape or out.dtype != torch_dtype or not out.is_contiguous() or out.device.type != "cpu":
+        raise UsageError(
+            f"out: expected a contiguous CPU tensor of {torch_dtype} of shape {list(shape)}, "
+            f"found {out.dtype} of shape {list(out.shape)} and strides {list(out.stride())} on {out.device}."
+        )
+    integers = torch.uint16 if dtype.itemsize == 2 else torch_dtype  # NumPy has no bfloat16 that torch knows
+    return out, out.detach().view(integers).numpy().view(dtype)
