@@ -31,8 +31,12 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     made: dict[str, Path] = {}
 
     def make(**options: Any) -> Path:
+        import torch
+
         from ple_offload.cli.random_checkpoint import write_random_checkpoint
 
+        # Models this small spend their time waiting for torch's other threads, most of all on a busy machine.
+        torch.set_num_threads(1)
         key = json.dumps(options, sort_keys=True)
         if key not in made:
             made[key] = write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), **options)

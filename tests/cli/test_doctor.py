@@ -27,9 +27,7 @@ def test_with_a_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str])
         assert part in text
 
 
-def test_settings_show_their_origin(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_show_their_origin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PLE_OFFLOAD_THREADS", "3")
     assert main(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["settings"]

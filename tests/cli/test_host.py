@@ -46,6 +46,7 @@ def test_numa_nodes(text: str | None, nodes: int | None, tmp_path: Path) -> None
 MOUNTS = r"""
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 30 21 0:40 / {folder} rw shared:2 master:1 - nfs4 server:/models rw,vers=4.2
+32 21 253:0 / {folder}/virtual rw - ext4 /dev/vda rw
 31 21 259:2 / {folder}/my\040disk rw - xfs /dev/nvme0n1p2 rw
 """
 
@@ -53,21 +54,23 @@ MOUNTS = r"""
 def test_filesystem_is_the_innermost_mount(tmp_path: Path) -> None:
     models = tmp_path / "models"
     (models / "my disk" / "checkpoint").mkdir(parents=True)
+    (models / "virtual").mkdir()
     root = write(
         tmp_path / "root",
         {
             "proc/self/mountinfo": MOUNTS.format(folder=models),
             "sys/dev/block/8:1/queue/rotational": "1\n",
             "sys/dev/block/259:2/queue/rotational": "0\n",
+            "sys/dev/block/253:0/queue/rotational": "1\n",
         },
     )
-    found = {
-        path: host.filesystem(path, root) for path in (tmp_path, models, models / "my disk" / "checkpoint")
-    }
-    assert [(f.type, f.source, f.rotational, f.is_network) for f in found.values() if f] == [
+    places = (tmp_path, models, models / "my disk" / "checkpoint", models / "virtual")
+    found = [host.filesystem(path, root) for path in places]
+    assert [(f.type, f.source, f.rotational, f.is_network) for f in found if f] == [
         ("ext4", "/dev/sda1", True, False),
         ("nfs4", "server:/models", None, True),
         ("xfs", "/dev/nvme0n1p2", False, False),
+        ("ext4", "/dev/vda", None, False),  # says that it is rotational, as virtual disks do
     ]
 
 

@@ -37,9 +37,7 @@ def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> N
     }
 
 
-def test_for_people_with_two_tables(
-    make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_for_people_with_two_tables(make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(make_checkpoint(ple_layer_ids=[1, 2]))]) == 0
     text = capsys.readouterr().out
     assert "2 tables" in text

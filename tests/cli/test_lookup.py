@@ -18,9 +18,7 @@ def whole_table(checkpoint: Path) -> np.ndarray:
 
     places = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
     shards = sorted(
-        (int(name.split("shard_")[1].split(".")[0]), name, file)
-        for name, file in places.items()
-        if ".shard_" in name
+        (int(name.split("shard_")[1].split(".")[0]), name, file) for name, file in places.items() if ".shard_" in name
     )
     parts = []
     for _, name, file in shards:
@@ -46,9 +44,7 @@ def test_values_are_the_rows_of_the_checkpoint(
     assert printed.err == ""  # no progress in a pipe
 
 
-def test_a_folder_that_is_not_there(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_there(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "missing" / "values.npy"
     assert main(["lookup", str(checkpoint), "--tokens", "5", "--out", str(out)]) == 2
     assert "does not exist" in capsys.readouterr().err

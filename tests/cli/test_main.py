@@ -21,9 +21,7 @@ def python(code: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], *([m.__name__.rpartition(".")[2], "--help"] for m in COMMANDS)]
-)
+@pytest.mark.parametrize("arguments", [["--help"], *([m.__name__.rpartition(".")[2], "--help"] for m in COMMANDS)])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys
@@ -48,9 +46,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n    {name} " in text
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["nothing"], ["rows"], ["inspect", "p", "--bad"], ["inspect", "p", "--js"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["rows"], ["inspect", "p", "--bad"], ["inspect", "p", "--js"]])
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -107,9 +103,7 @@ def test_a_closed_pipe_is_quiet(checkpoint: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-c", "import sys; from ple_offload.cli import main; sys.exit(main())"]
-    done = subprocess.run(
-        [*command, "inspect", str(checkpoint)], stdout=write_end, stderr=subprocess.PIPE, timeout=50
-    )
+    done = subprocess.run([*command, "inspect", str(checkpoint)], stdout=write_end, stderr=subprocess.PIPE, timeout=50)
     os.close(write_end)
     assert done.returncode == 141
     assert done.stderr == b""

@@ -43,15 +43,10 @@ def test_context_continues_a_request(checkpoint: Path, cut: int, capsys: pytest.
 def test_for_people(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = rows([str(checkpoint), "--tokens", "5 6"], capsys)
     assert main(["rows", str(checkpoint), "--tokens", "5 6"]) == 0
-    assert (
-        capsys.readouterr().out
-        == f"5: {' '.join(map(str, numbers[0]))}\n6: {' '.join(map(str, numbers[1]))}\n"
-    )
+    assert capsys.readouterr().out == f"5: {' '.join(map(str, numbers[0]))}\n6: {' '.join(map(str, numbers[1]))}\n"
 
 
-def test_several_tables_need_a_layer(
-    make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_tables_need_a_layer(make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     two = str(make_checkpoint(ple_layer_ids=[1, 2]))
     assert main(["rows", two, "--tokens", "1"]) == 2
     assert "0, 1" in capsys.readouterr().err
@@ -67,8 +62,8 @@ def test_several_tables_need_a_layer(
         (",", ["--tokens", "at least one"]),
         ("1,x,3", ["--tokens", "'x'", "position 1"]),
         ("1,2.5", ["--tokens", "'2.5'", "position 1"]),
-        ("1,1000", ["1000", "position 1"]),
-        ("1,-1", ["-1", "position 1"]),
+        ("1,1000", ["input_ids[1] = 1000", "0 to 999"]),
+        ("1,-1", ["input_ids[1] = -1", "0 to 999"]),
         ("1," + "9" * 30, ["9" * 30, "position 1"]),
     ],
 )

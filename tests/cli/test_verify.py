@@ -23,9 +23,7 @@ def test_a_good_checkpoint(checkpoint: Path, tier: str, capsys: pytest.CaptureFi
     assert report["constants_stored"]
 
 
-def test_every_table_is_checked(
-    make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_table_is_checked(make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(make_checkpoint(ple_layer_ids=[1, 2]))]) == 0
     text = capsys.readouterr().out
     assert "layer 0, tier" in text

@@ -21,9 +21,7 @@ TIERS = ("auto", "ram", "file")
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", metavar="PATH", help="checkpoint folder, or a model id in the local model cache"
-    )
+    parser.add_argument("path", metavar="PATH", help="checkpoint folder, or a model id in the local model cache")
 
 
 def add_layer(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +98,9 @@ def print_json(value: Any) -> None:
 def print_facts(title: str, facts: Mapping[str, object]) -> None:
     """A title and its facts below, one a line, values in one column."""
     print(f"\n{title}")
+    width = max([16, *map(len, facts)])
     for label, value in facts.items():
-        print(f"  {label:<18}{value}")
+        print(f"  {label:<{width}}  {value}")
 
 
 def count(number: int, thing: str) -> str:
@@ -123,6 +122,5 @@ def require_transformers(command: str) -> None:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise PleOffloadError(
-            f"{command} needs {' and '.join(missing)}, not installed here; "
-            "run pip install 'ple-offload[transformers]'"
+            f"{command} needs {' and '.join(missing)}, not installed here; run pip install 'ple-offload[transformers]'"
         )

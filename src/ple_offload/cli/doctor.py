@@ -14,6 +14,7 @@ from ple_offload import __version__
 from ple_offload.cli import host
 from ple_offload.cli.common import add_json, gib, print_facts, print_json
 from ple_offload.config import settings, usable_cpus, variable
+from ple_offload.errors import MemoryLimitError
 
 HELP = "memory, limits, huge pages, disk; which tier would be chosen, why, and what to change"
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def collect(path: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Facts by section, and sentences about what to change. A label ending in _bytes is a number of bytes."""
+    """Facts by section, and sentences about what to change."""
     report: dict[str, dict[str, Any]] = {}
     advice: list[str] = []
     report["versions"] = dict(host.versions())
@@ -56,11 +57,54 @@ def settings_facts() -> dict[str, Any]:
     values = {name: getattr(found, name) for name in found.origins}
     values["threads"] = values["threads"] or usable_cpus()
     return {
-        variable(
-            name
-        ): f"{value} ({'default' if found.origins[name] == 'default' else 'from the environment'})"
+        variable(name): f"{value} ({'default' if found.origins[name] == 'default' else 'from the environment'})"
         for name, value in values.items()
     }
+
+
+def memory_facts(advice: list[str]) -> dict[str, Any]:
+    from ple_offload.memory.limits import available_memory
+
+    found = available_memory()
+    if found.limited_by != "MemAvailable":
+        advice.append(
+            f"memory: {found.limited_by} allows {gib(found.available_bytes)} more, while the host has "
+            f"{gib(found.mem_available_bytes)}; raise that limit if a table does not fit"
+        )
+    return {
+        "total": gib(found.mem_total_bytes),
+        "available": gib(found.mem_available_bytes),
+        "cgroup limit": "none" if found.cgroup_limit_bytes is None else gib(found.cgroup_limit_bytes),
+        "a table may take": f"{gib(found.available_bytes)}, limited by {found.limited_by}",
+    }
+
+
+def checkpoint_facts(path: str, advice: list[str]) -> dict[str, dict[str, Any]]:
+    """One section for the place of the checkpoint and one for each table."""
+    import ple_offload
+    from ple_offload.memory.limits import require_memory
+    from ple_offload.table import OVERHEAD_BYTES
+
+    spec = ple_offload.inspect(path)
+    report = {str(spec.path): filesystem_facts(spec.tables[0].segments[0].path, advice)}
+    for table in spec.tables:
+        # the rule of tier="auto"
+        try:
+            require_memory(table.size_bytes + OVERHEAD_BYTES, f"table {table.name}")
+            tier, why = "ram", "it fits"
+        except MemoryLimitError as error:
+            tier, why = "file", str(error)
+            advice.append(
+                f"memory: table {table.name} would be read from its files; rows that are not in the page "
+                "cache cost a disk read each"
+            )
+        report[f"layer {table.layer}"] = {
+            "table": f"{table.num_rows:,} rows x {table.row_dim} {table.format.name}",
+            "size": gib(table.size_bytes),
+            "tier auto means": tier,
+            "because": why,
+        }
+    return report
 
 
 def huge_page_facts(advice: list[str]) -> dict[str, Any]:
@@ -68,8 +112,8 @@ def huge_page_facts(advice: list[str]) -> dict[str, Any]:
     found = host.huge_pages()
     if not collapse and found["shmem_enabled"] not in ("always", "advise", "within_size", "force"):
         advice.append(
-            "huge pages: this kernel has no MADV_COLLAPSE (Linux 6.1) and shmem_enabled is off, so the ram tier "
-            "uses small pages and lookups of many rows take up to twice as long: "
+            "huge pages: this kernel has no MADV_COLLAPSE (Linux 6.1) and shmem_enabled is off, so the ram "
+            "tier uses small pages and lookups of many rows take up to twice as long: "
             "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
         )
     return {
@@ -83,8 +127,8 @@ def processor_facts(advice: list[str]) -> dict[str, Any]:
     nodes = host.numa_nodes()
     if nodes is not None and nodes > 1:
         advice.append(
-            f"NUMA: memory lies on {nodes} nodes; start with `numactl --interleave=all` so that a table in the "
-            "ram tier is spread over them"
+            f"NUMA: memory lies on {nodes} nodes; start with `numactl --interleave=all` so that a table in "
+            "the ram tier is spread over them"
         )
     return {
         "in the machine": os.cpu_count(),
@@ -102,8 +146,8 @@ def compiled_code_facts(advice: list[str]) -> dict[str, Any]:
     layer = numba.threading_layer()
     if layer == "workqueue":
         advice.append(
-            "threads: numba found no OpenMP and uses its own `workqueue`, whose threads wake up slowly; install "
-            "the system's libgomp (Debian: apt install libgomp1)"
+            "threads: numba found no OpenMP and uses its own `workqueue`, whose threads wake up slowly; "
+            "install the system's libgomp (Debian: apt install libgomp1)"
         )
     problem = native.cache_problem()
     if problem:
@@ -128,14 +172,15 @@ def filesystem_facts(path: Path, advice: list[str]) -> dict[str, Any]:
             "copy the checkpoint to a local disk for tier file"
         )
     if found.rotational:
-        advice.append(
-            "disk: the checkpoint lies on a hard disk, where reading single rows is slow; use tier ram"
-        )
-    kind = {True: "hard disk", False: "no moving parts", None: "no block device of its own"}[found.rotational]
-    return {"filesystem": f"{found.type} at {found.mount_point} ({found.source})", "kind of disk": kind}
+        advice.append("disk: the checkpoint lies on a hard disk, where reading single rows is slow; use tier ram")
+    return {
+        "filesystem": f"{found.type} at {found.mount_point} ({found.source})",
+        "disk": {True: "hard disk", False: "solid state", None: None}[found.rotational],
+        "free": gib(found.free_bytes),
+    }
 
 
 def spell(label: str, value: Any) -> str:
     if value is None:
         return "not known" if label not in host.PACKAGES else "not installed"
-    return gib(value) if label.endswith("_bytes") else str(value)
+    return str(value)

@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--prompt", metavar="TEXT", help="text to continue; needs the checkpoint's tokenizer")
     given.add_argument("--tokens", metavar="IDS", help="token ids to continue, as in 1,2,3")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="default: 32")
-    parser.add_argument(
-        "--device", default="cpu", help="device of the model as torch spells it (default: cpu)"
-    )
+    parser.add_argument("--device", default="cpu", help="device of the model as torch spells it (default: cpu)")
     add_tier(parser)
     add_json(parser)
 
@@ -40,38 +38,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens: expected at least 1, found {args.max_new_tokens}")
-    tokens = None if args.tokens is None else parse_tokens(args)
+    tokens = [] if args.tokens is None else parse_tokens(args)  # wrong usage is told before anything is opened
     require_transformers("generate")
     quiet_transformers()
     device = usable_device(args.device)
     import ple_offload
 
-    folder = ple_offload.inspect(args.path).path
-    tokenizer = load_tokenizer(folder) if tokens is None else None
-    if tokenizer is not None:
+    spec = ple_offload.inspect(args.path)
+    tokenizer = None
+    if args.tokens is None:
+        tokenizer = load_tokenizer(spec.path)
         tokens = tokenizer(args.prompt)["input_ids"]
-        if not tokens:
-            raise UsageError("--prompt: expected text of at least one token, found none")
-    assert tokens is not None
+    check_ids(tokens, spec.tables[0].family.vocab_size, "--prompt" if args.tokens is None else "--tokens")
 
     from ple_offload.engines import transformers as engine
 
     model = engine.from_pretrained(
-        folder,
+        spec.path,
         tier=args.tier,
         progress=show_progress(),
-        skip_memory_check=args.skip_memory_check,
+        skip_memory_check=args.skip_memory_check or None,
     ).to(device)
     new_tokens, seconds = greedy(model, tokens, args.max_new_tokens)
     text = None if tokenizer is None else tokenizer.decode(new_tokens)
     if args.json:
-        print_json(
-            {"prompt_tokens": tokens, "new_tokens": new_tokens, "text": text, "generate_s": round(seconds, 4)}
-        )
+        print_json({"prompt_tokens": tokens, "new_tokens": new_tokens, "text": text, "generate_s": round(seconds, 4)})
     elif text is not None:
         print(args.prompt + text)
     else:
         print(",".join(map(str, new_tokens)))
+
+
+def check_ids(tokens: list[int], vocab_size: int, option: str) -> None:
+    """Refuse no ids, or one outside the vocabulary: the model's word embedding would fail less clearly."""
+    if not tokens:
+        raise UsageError(f"{option}: expected at least one token, found none")
+    for position, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"{option}: id {token} at position {position}: expected an id from 0 to {vocab_size - 1}")
 
 
 def greedy(model: Any, tokens: list[int], max_new_tokens: int) -> tuple[list[int], float]:

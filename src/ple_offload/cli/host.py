@@ -14,9 +14,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 PACKAGES = ("numpy", "numba", "ml_dtypes", "torch", "transformers", "safetensors", "triton", "cuda-bindings")
-NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "beegfs", "gpfs"}
-)
+NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "beegfs", "gpfs"})
 
 
 def versions() -> dict[str, str | None]:
@@ -58,7 +56,7 @@ class Filesystem:
     mount_point: str
     type: str  # as in /proc/self/mountinfo: ext4, xfs, overlay, nfs4, ...
     source: str
-    rotational: bool | None  # a hard disk; None where no block device answers (overlay, network)
+    rotational: bool | None  # a hard disk; None where nothing tells (overlay, network, a virtual disk)
     free_bytes: int
 
     @property
@@ -83,7 +81,10 @@ def filesystem(path: Path, root: Path = ROOT) -> Filesystem | None:
         return None
     mount_point, kind, source, device = best
     usage = os.statvfs(real)
-    return Filesystem(mount_point, kind, source, _rotational(device, root), usage.f_bavail * usage.f_frsize)
+    # Virtual disks call themselves rotational, whatever is behind them.
+    virtual = Path(source).name.startswith(("vd", "xvd"))
+    rotational = None if virtual else _rotational(device, root)
+    return Filesystem(mount_point, kind, source, rotational, usage.f_bavail * usage.f_frsize)
 
 
 def _rotational(device: str, root: Path) -> bool | None:

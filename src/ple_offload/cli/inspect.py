@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> None:
             {
                 "table": f"{table.num_rows:,} rows x {table.row_dim} {table.format.name}{scale}",
                 "size": f"{gib(table.size_bytes)} in {count(len(table.segments), 'segment')}",
-                "one token": f"reads {table.rows_per_token} rows x {table.row_bytes} B, "
-                f"gives {table.embed_dim} values",
+                "one token": f"reads {table.rows_per_token} rows x {table.row_bytes} B, gives {table.embed_dim} values",
                 "row numbers": f"{table.family.name}, look back {count(table.family.context_len, 'token')}",
                 "hash constants": "equal to the stored ones" if table.constants_stored else "none are stored",
                 "tier ram": f"needs {gib(table.size_bytes)} of memory",

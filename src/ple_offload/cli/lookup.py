@@ -28,9 +28,7 @@ HELP = "write the values of each token's rows to a .npy file"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser)
     parser.add_argument("--tokens", metavar="IDS", required=True, help="token ids, as in 1,2,3")
-    parser.add_argument(
-        "--out", metavar="FILE.npy", required=True, help="file to write (replaced if it exists)"
-    )
+    parser.add_argument("--out", metavar="FILE.npy", required=True, help="file to write (replaced if it exists)")
     add_layer(parser)
     add_context(parser)
     add_tier(parser)
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         layer=args.layer,
         tier=args.tier,
         progress=show_progress(),
-        skip_memory_check=args.skip_memory_check,
+        skip_memory_check=args.skip_memory_check or None,
     ) as table:
         values = table.lookup(**one_request(args, table.spec.family))
         tier = table.tier

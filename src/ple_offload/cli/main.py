@@ -71,6 +71,4 @@ def _sentence(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError):
         return f"{error}; check that the path exists and that there is room and permission"
-    return (
-        f"{type(error).__name__}: {error}; an error that was not foreseen, --debug shows where it came from"
-    )
+    return f"{type(error).__name__}: {error}; an error that was not foreseen, --debug shows where it came from"

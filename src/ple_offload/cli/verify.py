@@ -33,9 +33,7 @@ HELP = "check shapes, scales, hash constants and sampled rows"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser)
     add_layer(parser)
-    parser.add_argument(
-        "--rows", type=int, default=4096, metavar="N", help="rows to sample per table (default: 4096)"
-    )
+    parser.add_argument("--rows", type=int, default=4096, metavar="N", help="rows to sample per table (default: 4096)")
     parser.add_argument("--seed", type=int, default=0, help="which rows are sampled (default: 0)")
     add_tier(parser)
     add_json(parser)
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
             layer=table_spec.layer,
             tier=args.tier,
             progress=show_progress(),
-            skip_memory_check=args.skip_memory_check,
+            skip_memory_check=args.skip_memory_check or None,
         ) as table:
             report = compare_rows(table, args.rows, args.seed)
         reports.append(report)
@@ -65,9 +63,7 @@ def run(args: argparse.Namespace) -> None:
                 f"layer {report['layer']}, tier {report['tier']}",
                 {
                     "shapes and scale": "as they must be",
-                    "hash constants": "equal to the stored ones"
-                    if report["constants_stored"]
-                    else "none are stored",
+                    "hash constants": "equal to the stored ones" if report["constants_stored"] else "none are stored",
                     "sampled rows": f"{report['rows_checked']:,} of {report['num_rows']:,}",
                     "different": report["rows_different"],
                     "NaN or infinity": report["rows_not_finite"],
