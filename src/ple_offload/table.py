@@ -349,7 +349,7 @@ class _Gather:
         copied = (*self._where, rows, self._row_bytes, raw.view(np.uint8))
         bad = copy_rows_parallel(*copied, shares) if shares > 1 else copy_rows(*copied, 0, rows.size)
         if raw is not values and bad < 0:
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 values[...] = raw
         return int(bad)
 

@@ -51,6 +51,7 @@ class Mapping:
     """
 
     def __init__(self, fd: int, num_bytes: int, *, offset: int = 0, writable: bool = False, what: str) -> None:
+        self.address = 0
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         # reserve address space with room to align, map into it, give the rest back
         length = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,313 @@
+"""An open table against the plain NumPy reference: every format, tier, dtype, kind of input; and every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ple_offload
+from checkpoint import tiny
+from ple_offload import ForkError, MemoryLimitError, StoreError, Table, TokenIdError, UsageError, open_table
+from ple_offload.formats import VALUE_DTYPES
+from ple_offload.memory import limits
+
+IDS = np.array([1, 7, 7, 3, 999, 0, 7, 12, 13, 14, 15, 900] * 5)
+STARTS = np.array([0, 1, 1, 20, 60])
+CONTEXT = np.array([[3, 4], [7, 1], [5, 7], [0, 999]])
+
+
+def expected(table: Table, raw: bytes, dtype: str) -> np.ndarray:
+    """Values [num_tokens, embed_dim] by the specification: reference rows, reference bytes, reference decode."""
+    spec = table.spec
+    rows = spec.family.row_numbers_reference(IDS, STARTS, CONTEXT)
+    stored = np.frombuffer(raw, np.uint8).reshape(-1, spec.row_bytes)
+    return spec.format.decode_reference(stored[rows], dtype).reshape(len(IDS), -1)
+
+
+def bits(values: Any) -> np.ndarray:
+    """Values as float32 with NaN made equal; exact for every value dtype."""
+    return np.nan_to_num(np.asarray(values).astype(np.float32), nan=12345.0, posinf=1e38, neginf=-1e38)
+
+
+@pytest.fixture(params=["BF16", "F16", "F32", "F8_E4M3"])
+def stored(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["ram", "file"])
+def tier(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[Table]:
+    with open_table(tiny.write_default(tmp_path), tier="file") as opened:
+        yield opened
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_lookups_equal_the_reference(tmp_path: Path, stored: str, tier: str, dtype: str) -> None:
+    raw = tiny.table_bytes(tiny.ROWS, stored)
+    folder = tiny.write_default(tmp_path, dtype=stored, cuts=(50, 77), data=raw)
+    with open_table(folder, tier=tier, threads=2) as table:
+        assert table.tier == tier
+        for parallel_rows in (0, 10**9):
+            table.parallel_rows = parallel_rows
+            want = expected(table, raw, dtype)
+            found = table.lookup(IDS, STARTS, CONTEXT, dtype=dtype)
+            assert found.dtype == VALUE_DTYPES[dtype]
+            assert np.array_equal(bits(found), bits(want))
+            rows = table.row_numbers(IDS, STARTS, CONTEXT)
+            assert np.array_equal(bits(table.gather(rows, dtype=dtype).reshape(found.shape)), bits(want))
+
+
+def test_a_zeroed_table_fails_the_comparison(tmp_path: Path, stored: str) -> None:
+    """The negative control: the comparison above must see it when the rows are not the table's."""
+    raw = tiny.table_bytes(tiny.ROWS, stored)
+    folder = tiny.write_default(tmp_path, dtype=stored, data=bytes(len(raw)))
+    with open_table(folder, tier="ram") as table:
+        found = table.lookup(IDS, STARTS, CONTEXT)
+        assert not bits(found).any()
+        assert not np.array_equal(bits(found), bits(expected(table, raw, table.spec.format.value_dtype)))
+
+
+def test_the_natural_dtype_is_the_stored_one_and_bf16_for_fp8(tmp_path: Path, stored: str) -> None:
+    natural = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "bfloat16"}[stored]
+    with open_table(tiny.write_default(tmp_path, dtype=stored), tier="file") as table:
+        assert table.lookup([1, 2]).dtype.name == natural
+
+
+def test_torch_in_torch_out_and_numpy_in_numpy_out(table: Table) -> None:
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    want = table.lookup(IDS, STARTS, CONTEXT)
+    for width in (torch.int32, torch.int64):
+        inputs = [torch.from_numpy(x).to(width) for x in (IDS, STARTS, CONTEXT)]
+        found = table.lookup(*inputs)
+        assert found.dtype == torch.bfloat16
+        assert np.array_equal(found.view(torch.int16).numpy(), want.view(np.int16))
+        rows = table.row_numbers(*inputs)
+        assert rows.dtype == torch.int64
+        assert table.gather(rows, dtype=torch.float32).dtype == torch.float32
+        out = torch.empty_like(found)
+        assert table.lookup(*inputs, out=out) is out
+        assert torch.equal(out.view(torch.int16), found.view(torch.int16))
+        mixed = np.zeros_like(want)
+        assert table.lookup(*inputs, out=mixed) is mixed
+        assert np.array_equal(mixed.view(np.int16), want.view(np.int16))
+
+
+def test_every_integer_width_and_plain_lists_give_the_same(table: Table) -> None:
+    want = table.lookup(IDS).tobytes()
+    for dtype in (np.int16, np.uint16, np.int32, np.uint32, np.uint64):
+        assert table.lookup(IDS.astype(dtype)).tobytes() == want
+    assert table.lookup(IDS.tolist()).tobytes() == want
+    assert table.lookup(np.repeat(IDS, 2)[::2]).tobytes() == want
+
+
+def test_out_buffers_are_filled_in_place(table: Table) -> None:
+    rows = table.row_numbers(IDS)
+    numbers = np.zeros_like(rows)
+    assert table.row_numbers(IDS, out=numbers) is numbers
+    assert np.array_equal(numbers, rows)
+    values = np.zeros((*rows.shape, table.row_dim), ml_dtypes.bfloat16)
+    assert table.gather(rows, out=values) is values
+    assert values.tobytes() == table.gather(rows).tobytes() == table.lookup(IDS).tobytes()
+
+
+def test_empty_inputs_give_empty_results(table: Table) -> None:
+    assert table.lookup([]).shape == (0, table.embed_dim)
+    assert table.lookup([], [0, 0, 0]).shape == (0, table.embed_dim)
+    assert table.lookup([], [0]).shape == (0, table.embed_dim)
+    assert table.gather([]).shape == (0, table.row_dim)
+    assert table.gather(np.empty((3, 0), np.int64)).shape == (3, 0, table.row_dim)
+
+
+def test_padding_behind_the_last_request_is_not_looked_at(table: Table) -> None:
+    padded = np.concatenate([IDS, [-1, 10**12]])
+    assert table.lookup(padded, STARTS, CONTEXT).tobytes() == table.lookup(IDS, STARTS, CONTEXT).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([1, -1],), r"input_ids\[1\] = -1: expected a token id from 0 to 999"),
+        (([1000],), r"input_ids\[0\] = 1000"),
+        (([1, 2], [0, 1, 2], [[7, 7], [7, -3]]), r"ngram_context\[1, 1\] = -3"),
+        (([1.0],), "input_ids: expected integers, found float64"),
+        (([True],), "input_ids: expected integers, found bool"),
+        (([[1]],), r"input_ids: expected 1 dimension, found shape \[1, 1\]"),
+        (([1], []), "num_reqs \\+ 1 values"),
+        (([1], [1, 1]), r"query_start_loc\[0\] = 1"),
+        (([1], [0, 2]), r"query_start_loc\[1\] = 2"),
+        (([1, 2], [0, 2, 1]), r"query_start_loc\[2\] = 1"),
+        (([1], [0, -1]), r"query_start_loc\[1\] = -1"),
+        (([1], [0, 1], [[7]]), r"ngram_context: expected shape .* = \[1, 2\], found \[1, 1\]"),
+        (([1], None, [[7, 7], [7, 7]]), r"ngram_context: expected shape"),
+        (([1], [0, 1], [7, 7]), "ngram_context: expected 2 dimensions"),
+        (([2**63],), r"input_ids\[0\]"),
+    ],
+)
+def test_bad_input_is_named(table: Table, arguments: tuple[Any, ...], words: str) -> None:
+    for method in (table.lookup, table.row_numbers):
+        with pytest.raises(UsageError, match=words):
+            method(*arguments)
+    assert table.lookup([1]).shape == (1, table.embed_dim)  # and nothing is broken
+
+
+@pytest.mark.parametrize("bad", [-1, tiny.ROWS, 2**62])
+def test_a_row_number_outside_the_table_is_named(table: Table, bad: int) -> None:
+    with pytest.raises(TokenIdError, match=rf"row number {bad} \(at index 2 of 3\): expected 0 to {tiny.ROWS - 1}"):
+        table.gather([0, 1, bad])
+
+
+def test_bad_out_buffers_and_dtypes_are_refused(table: Table) -> None:
+    bf16 = ml_dtypes.bfloat16
+    shape = (1, table.embed_dim)
+    read_only = np.empty(shape, bf16)
+    read_only.flags.writeable = False
+    for out in (
+        np.empty(shape, np.float32),
+        np.empty((2, shape[1]), bf16),
+        np.empty((1, 2 * shape[1]), bf16)[:, ::2],
+        read_only,
+        [],
+    ):
+        with pytest.raises(UsageError, match="out: expected"):
+            table.lookup([1], out=out)
+    with pytest.raises(UsageError, match="dtype: expected bf16, fp16, fp32"):
+        table.lookup([1], dtype="int8")
+
+
+def test_bad_options_are_refused(tmp_path: Path) -> None:
+    folder = tiny.write_default(tmp_path)
+    with pytest.raises(UsageError, match="tier: expected one of auto, ram, file, found 'disk'"):
+        open_table(folder, tier="disk")
+    with pytest.raises(UsageError, match="threads: expected at least 1"):
+        open_table(folder, threads=0)
+    with pytest.raises(UsageError, match="layer"):
+        open_table(folder, layer=2)
+
+
+def test_a_table_that_does_not_fit_is_refused_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny.write_default(tmp_path)
+    report = limits.MemoryReport(1 << 20, "MemAvailable", 1 << 30, 1 << 20, None, None)
+    monkeypatch.setattr(limits, "available_memory", lambda root: report)
+    with pytest.raises(MemoryLimitError, match=r"table layers.1 in tier 'ram': needs"):
+        open_table(folder, tier="ram")
+    with open_table(folder, tier="auto") as table:
+        assert table.tier == "file"
+    assert "tier 'file' for table layers.1" in caplog.text
+    monkeypatch.setenv("PLE_OFFLOAD_SKIP_MEMORY_CHECK", "1")
+    with open_table(folder, tier="ram") as table:
+        assert table.tier == "ram"
+
+
+def test_auto_takes_ram_where_it_fits(tmp_path: Path) -> None:
+    with open_table(tiny.write_default(tmp_path)) as table:
+        assert table.tier == "ram"
+
+
+def test_a_closed_table_says_so_and_close_waits_for_running_lookups(tmp_path: Path) -> None:
+    table = open_table(tiny.write_default(tmp_path), tier="ram")
+    many = np.zeros(200_000, np.int64)
+    results: list[object] = []
+
+    def work() -> None:
+        try:
+            while True:
+                results.append(table.gather(many).any())
+        except StoreError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while not results:
+        time.sleep(0.001)
+    table.close()
+    for thread in threads:
+        thread.join()
+    table.close()
+    assert sum(isinstance(r, StoreError) for r in results) == 3
+    with pytest.raises(StoreError, match=r"table layers.1 cannot be read: it was closed"):
+        table.lookup([1])
+
+
+def test_a_file_that_changes_closes_the_table_for_good(tmp_path: Path) -> None:
+    folder = tiny.write_default(tmp_path)
+    with open_table(folder, tier="file") as table:
+        table.lookup([1])
+        path = table.spec.segments[0].path
+        stat = path.stat()
+        os.utime(path, ns=(1, 1))
+        time.sleep(0.15)
+        with pytest.raises(StoreError, match="changed while its table"):
+            table.lookup([1])
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        time.sleep(0.15)
+        with pytest.raises(StoreError, match="changed while its table"):
+            table.lookup([1])
+
+
+def test_a_forked_child_is_told_to_open_its_own(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(ForkError, match="open it again in the child"):
+        table.lookup([1])
+
+
+def test_many_threads_share_one_table(table: Table) -> None:
+    table.parallel_rows = 200
+    jobs = [np.random.default_rng(i).integers(0, 1000, 1 + 7 * i) for i in range(40)]
+    want = [table.lookup(job).tobytes() for job in jobs]
+    wrong: list[int] = []
+
+    def work(offset: int) -> None:
+        for i in range(len(jobs)):
+            k = (i + offset) % len(jobs)
+            if table.lookup(jobs[k]).tobytes() != want[k]:
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(i * 5,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_describe_is_plain_and_complete(tmp_path: Path, tier: str) -> None:
+    with open_table(tiny.write_default(tmp_path), tier=tier) as table:
+        facts = json.loads(json.dumps(table.describe()))
+        assert (facts["tier"], facts["num_rows"], facts["bytes"]) == (tier, tiny.ROWS, tiny.ROWS * tiny.ROW_DIM * 2)
+
+
+def test_progress_is_drawn_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny.write_default(tmp_path)
+    open_table(folder, tier="ram").close()
+    assert capsys.readouterr().err == ""
+    open_table(folder, tier="ram", progress=True).close()
+    assert "loading table layers.1: " in capsys.readouterr().err
+
+
+def test_importing_the_package_is_cheap() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, ple_offload; print([m for m in ('torch', 'numba', 'numpy') if m in sys.modules])"
+    path = str(Path(ple_offload.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
