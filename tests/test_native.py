@@ -137,3 +137,17 @@ def test_waking_threads_is_measured_within_bounds() -> None:
     from ple_offload import native
 
     assert 0 < native.wake_up_us() <= native.MAX_WAKE_UP_US
+
+
+def test_torchs_number_of_threads_is_left_alone(folder: Path) -> None:
+    """numba's threads start under torch's OpenMP library and would set its number of threads, too."""
+    code = """
+        import torch
+        import ple_offload
+        torch.set_num_threads(1)
+        table = ple_offload.open_table(FOLDER, tier="file", threads=2)
+        table.gather(torch.zeros(table.parallel_rows, dtype=torch.long))
+        assert torch.get_num_threads() == 1, torch.get_num_threads()
+    """.replace("FOLDER", repr(str(folder)))
+    done = run(code, NUMBA_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ may start at any byte. The caller checks every index before it becomes an addres
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -89,10 +90,10 @@ def wake_up_us() -> float:
     """
     global _wake_up_us
     if _wake_up_us is None:
-        marks = np.zeros(numba.get_num_threads(), np.int64)
-        with parallel_turn() as mine:
+        with parallel_turn() as mine, _openmp_threads_kept():
             if not mine:  # another thread computes just now: a cautious answer, not kept
                 return MAX_WAKE_UP_US
+            marks = np.zeros(numba.get_num_threads(), np.int64)
             _mark(marks)
             samples = []
             for _ in range(9):
@@ -102,6 +103,25 @@ def wake_up_us() -> float:
                 samples.append((time.perf_counter() - start) * 1e6)
         _wake_up_us = min(*samples, MAX_WAKE_UP_US)
     return _wake_up_us
+
+
+@contextlib.contextmanager
+def _openmp_threads_kept() -> Iterator[None]:
+    """Undo what numba's start does to everyone else's OpenMP.
+
+    When its threads start, numba sets the calling thread's number of OpenMP threads. If torch is loaded, its OpenMP library
+    answers for numba too, so a user's torch.set_num_threads(1) would silently be undone by opening a table.
+    """
+    loaded = ctypes.CDLL(None)  # what is visible to every library of the process
+    try:
+        before = loaded.omp_get_max_threads()
+    except AttributeError:  # no OpenMP that anyone shares
+        yield
+        return
+    try:
+        yield
+    finally:
+        loaded.omp_set_num_threads(before)
 
 
 @kernel(parallel=True)
