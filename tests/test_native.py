@@ -145,6 +145,7 @@ def test_torchs_number_of_threads_is_left_alone(folder: Path) -> None:
         import torch
         import ple_offload
         torch.set_num_threads(1)
+        assert torch.get_num_threads() == 1  # from here on torch no longer sets it by itself
         table = ple_offload.open_table(FOLDER, tier="file", threads=2)
         table.gather(torch.zeros(table.parallel_rows, dtype=torch.long))
         assert torch.get_num_threads() == 1, torch.get_num_threads()
