@@ -135,6 +135,20 @@ def test_chunked_prefill(make_pair: Make, options: dict[str, Any]) -> None:
         assert torch.equal(ordinary, offloaded), f"cut at {cut}"
 
 
+def test_cache_that_records(make_pair: Make) -> None:
+    """While a cache keeps its past for a rollback, it holds more ids than the window; only the last ones count."""
+
+    def run(model: Any) -> Any:
+        cache = model(ids(2, 5), use_cache=True)[CACHE]
+        for layer in cache.layers:
+            layer.record_past = True
+        steps = [model(ids(2, 3, seed), use_cache=True, **{CACHE: cache}).logits for seed in (1, 2, 3)]
+        return torch.cat(steps, dim=1)
+
+    ordinary, offloaded = make_pair(BF16).both(run)
+    assert torch.equal(ordinary, offloaded)
+
+
 def test_left_padding(make_pair: Make) -> None:
     tokens = ids(3, 12)
     mask = torch.ones_like(tokens)

@@ -40,7 +40,7 @@ from ple_offload.spec import CheckpointSpec, TableSpec
 from ple_offload.spec import inspect as inspect_checkpoint
 from ple_offload.table import Table, open_table
 
-TESTED_VERSIONS = "5.24"
+TESTED_VERSIONS = "5.16 to 5.24"
 
 try:
     import torch
@@ -133,6 +133,9 @@ class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
         values: torch.Tensor = self._lookup(input_ids, context)
         return values.to(input_ids.device)
 
+    def extra_repr(self) -> str:
+        return "{:,} x {}, outside the model".format(*self.table_shape)
+
     def require_same_rows(self, table: TableSpec) -> None:
         """Raise `CheckpointError` unless the rule of the loaded module is that of the checkpoint's table."""
         family = table.family
@@ -173,7 +176,7 @@ class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
         batch, seq = input_ids.shape
         values: torch.Tensor = self._table().lookup(
             input_ids.reshape(-1).cpu(),
-            torch.arange(batch + 1) * seq,
+            torch.arange(batch + 1, device="cpu") * seq,
             context.cpu(),
             dtype=self.activation.dtype,
         )
