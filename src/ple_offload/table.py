@@ -22,7 +22,15 @@ from ple_offload import config, native
 from ple_offload.errors import MemoryLimitError, StoreError, TokenIdError, UsageError
 from ple_offload.families.ragged import bad_query_start_loc
 from ple_offload.formats.base import VALUE_DTYPES, RowFormat
-from ple_offload.formats.gather import copy_rows, copy_rows_parallel, decode_rows, decode_rows_parallel
+from ple_offload.formats.e4m3 import vector_scale
+from ple_offload.formats.gather import (
+    copy_rows,
+    copy_rows_parallel,
+    decode_e4m3_rows,
+    decode_e4m3_rows_parallel,
+    decode_rows,
+    decode_rows_parallel,
+)
 from ple_offload.memory.limits import require_memory
 from ple_offload.progress import ByteProgress
 from ple_offload.spec import TableSpec, inspect
@@ -323,6 +331,7 @@ class _Gather:
     def __init__(self, row_format: RowFormat, at: RowMap, name: str) -> None:
         self._where = (at.bases, at.starts, at.step)
         self._row_bytes = row_format.row_bytes
+        self._scale = vector_scale(row_format, name)  # not None: decoded by arithmetic
         # fp32 rows wanted in 16 bits are copied, then cast: they have too many codes for a table
         self._cast_from = row_format.stored_dtype if row_format.name == "fp32" != name else None
         self._codes = None if self._cast_from else row_format.codes_to_values(name)
@@ -333,6 +342,11 @@ class _Gather:
 
         shares: how many threads work; more than one only in a `native.parallel_turn`.
         """
+        if self._scale is not None:
+            decoded = (*self._where, rows, self._row_bytes, self._scale, values.view(np.uint16))
+            if shares > 1:
+                return int(decode_e4m3_rows_parallel(*decoded, shares))
+            return int(decode_e4m3_rows(*decoded, 0, rows.size))
         if self._codes is not None:
             arguments = (
                 *self._where,

@@ -8,14 +8,16 @@ Every kernel checks a row number before it becomes an address, and returns the i
 serial kernels do rows [first, last) of a request; the parallel ones deal equal shares to `shares` threads.
 
 Shapes: bases (segments,) uint64, starts (segments + 1,) int64, rows (n,) int64.
-`copy_*`: out (n, row_bytes) uint8. `decode_*`: out (n, row_dim) uint16/uint32, `values` the table of all codes of the same
-dtype (256 or 65,536 entries), `code` a zero of the stored code's width (uint8/uint16), which only carries the type.
+`copy_*`: out (n, row_bytes) uint8. `decode_e4m3_*`: out (n, row_dim) uint16, see e4m3.py. `decode_*`: out (n, row_dim)
+uint16/uint32, `values` the table of all codes of the same dtype (256 or 65,536 entries), `code` a zero of the stored
+code's width (uint8/uint16), which only carries the type.
 """
 
 import numba
 import numpy as np
 
 from ple_offload import native
+from ple_offload.formats.e4m3 import decode_e4m3
 from ple_offload.native import copy_bytes, load_item, prefetch
 
 PREFETCH_ROWS = 16
@@ -79,6 +81,21 @@ def decode_rows(bases, starts, step, rows, row_bytes, code, values, out, first, 
     return -1
 
 
+@native.kernel()
+def decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, out, first, last):  # type: ignore[no-untyped-def]
+    target = np.uint64(out.ctypes.data)
+    for i in range(first, min(last, first + PREFETCH_ROWS)):
+        _ask_for(bases, starts, step, rows[i], row_bytes)
+    for i in range(first, last):
+        if i + PREFETCH_ROWS < last:
+            _ask_for(bases, starts, step, rows[i + PREFETCH_ROWS], row_bytes)
+        source = _address(bases, starts, step, rows[i], row_bytes)
+        if source == 0:
+            return i
+        decode_e4m3(target + np.uint64(2 * i * row_bytes), source, np.uint64(row_bytes), scale)
+    return -1
+
+
 @native.kernel(parallel=True)
 def copy_rows_parallel(bases, starts, step, rows, row_bytes, out, shares):  # type: ignore[no-untyped-def]
     bad = np.full(shares, -1, np.int64)
@@ -99,6 +116,19 @@ def decode_rows_parallel(bases, starts, step, rows, row_bytes, code, values, out
     for s in numba.prange(shares):
         last = min(rows.size, (s + 1) * share)
         bad[s] = decode_rows(bases, starts, step, rows, row_bytes, code, values, out, s * share, last)
+    for s in range(shares):
+        if bad[s] >= 0:
+            return bad[s]
+    return -1
+
+
+@native.kernel(parallel=True)
+def decode_e4m3_rows_parallel(bases, starts, step, rows, row_bytes, scale, out, shares):  # type: ignore[no-untyped-def]
+    bad = np.full(shares, -1, np.int64)
+    share = (rows.size + shares - 1) // shares
+    for s in numba.prange(shares):
+        last = min(rows.size, (s + 1) * share)
+        bad[s] = decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, out, s * share, last)
     for s in range(shares):
         if bad[s] >= 0:
             return bad[s]
