@@ -81,9 +81,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         try:
             values[name] = parse(text)
         except ValueError as error:
-            raise UsageError(
-                f"environment variable {variable(name)}: expected {error}, found {text!r}"
-            ) from None
+            raise UsageError(f"environment variable {variable(name)}: expected {error}, found {text!r}") from None
         origins[name] = variable(name)
     return Settings(**values, origins=MappingProxyType(origins))
 
