@@ -6,7 +6,10 @@
     ├── CheckpointError     the checkpoint holds something that is not understood, damaged or incomplete
     ├── MemoryLimitError    the table does not fit the memory this process may use
     ├── StoreError          the rows of an open table cannot be delivered any more
-    └── ForkError           a table was used in a forked child
+    ├── ForkError           a table was used in a forked child
+    ├── StepError           the rows of one step were not delivered; its output is NaN
+    └── ConnectionLostError the worker is gone, silent or was never there; every step in flight has failed
+        └── ProtocolError   a peer sent something that is no message, or broke the order of messages
 
 Messages name the place, what was expected, what was found, and what to do about it.
 """
@@ -40,3 +43,15 @@ class StoreError(PleOffloadError):
 
 class ForkError(PleOffloadError):
     """A table was used in a child of the process that opened it; open it again in the child."""
+
+
+class StepError(PleOffloadError):
+    """The rows of one step were not delivered: its output is NaN and its tokens must not be used."""
+
+
+class ConnectionLostError(PleOffloadError):
+    """The worker is gone, silent or was never there; every step in flight has failed and its output is NaN."""
+
+
+class ProtocolError(ConnectionLostError):
+    """A peer sent something that is no message, or broke the order of messages; it was cut off."""

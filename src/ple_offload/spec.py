@@ -13,6 +13,7 @@ would give fluent text from wrong rows. Only headers, the scale and the constant
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from ple_offload import families
 from ple_offload.checkpoint.folder import Checkpoint
+from ple_offload.checkpoint.reader import open_file, read_bytes
 from ple_offload.checkpoint.safetensors import StoredTensor
 from ple_offload.checkpoint.strict_json import shown
 from ple_offload.errors import CheckpointError, UsageError
@@ -102,6 +104,24 @@ class CheckpointSpec:
                 f"{', '.join(str(table.layer) for table in self.tables)}), found {layer}."
             )
         return matching[0]
+
+
+def fingerprint(table: TableSpec, samples: int = 64) -> str:
+    """A table's identity, from its rule, its shape and the bytes of `samples` rows spread over it; 32 hex digits.
+
+    The same for any copy or packing of a table; another quantisation of the same model gives another one. Reads the
+    sampled rows from the files. Raises CheckpointError when they cannot be read.
+    """
+    digest = hashlib.sha256(repr((table.family, table.format, table.layer, table.num_rows)).encode())
+    wanted = sorted({i * (table.num_rows - 1) // max(1, samples - 1) for i in range(samples)})
+    for segment in table.segments:
+        inside = [row for row in wanted if 0 <= row - segment.first_row < segment.num_rows]
+        if inside:
+            with open_file(segment.path) as fd:
+                for row in inside:
+                    offset = segment.offset + (row - segment.first_row) * table.row_bytes
+                    digest.update(read_bytes(fd, segment.path, offset, table.row_bytes))
+    return digest.hexdigest()[:32]
 
 
 def inspect(path: str | Path) -> CheckpointSpec:

@@ -21,16 +21,9 @@ import numpy.typing as npt
 from ple_offload import config, native
 from ple_offload.errors import MemoryLimitError, StoreError, TokenIdError, UsageError
 from ple_offload.families.ragged import bad_query_start_loc
-from ple_offload.formats.base import VALUE_DTYPES, RowFormat
+from ple_offload.formats.base import VALUE_DTYPES
 from ple_offload.formats.e4m3 import vector_scale
-from ple_offload.formats.gather import (
-    copy_rows,
-    copy_rows_parallel,
-    decode_e4m3_rows,
-    decode_e4m3_rows_parallel,
-    decode_rows,
-    decode_rows_parallel,
-)
+from ple_offload.formats.gather import Gather
 from ple_offload.memory.limits import require_memory
 from ple_offload.progress import ByteProgress
 from ple_offload.spec import TableSpec, inspect
@@ -116,7 +109,7 @@ class Table:
         self.embed_dim = spec.embed_dim
         self.context_len = spec.family.context_len
         self._no_context = np.full((1, self.context_len), spec.family.filler, np.int64)
-        self._gathers: dict[str, _Gather] = {}
+        self._gathers: dict[str, Gather] = {}
         self._pid = os.getpid()
         self._failure: str | None = None
         self._users = 0  # lookups running now; close waits for them
@@ -169,13 +162,14 @@ class Table:
         return result
 
     def gather(self, rows: Any, *, dtype: Any = None, out: Any = None) -> Any:
-        """Values [*rows.shape, row_dim] of row numbers of any shape.
+        """Values [*rows.shape, row_dim] of row numbers of any shape; dtype "stored": their bytes [*, row_bytes] uint8.
 
         Raises TokenIdError naming the first row number outside the table.
         """
         numbers = _integers("rows", rows)
-        name = self._dtype_name(dtype)
-        result, array = _output(out, (*numbers.shape, self.row_dim), VALUE_DTYPES[name], _is_torch(rows))
+        name = "stored" if isinstance(dtype, str) and dtype == "stored" else self._dtype_name(dtype)
+        width, value_dtype = self._row_of(name)
+        result, array = _output(out, (*numbers.shape, width), value_dtype, _is_torch(rows))
         self._gather(np.ascontiguousarray(numbers, np.int64).reshape(-1), name, array)
         return result
 
@@ -201,9 +195,9 @@ class Table:
     def prepare(self, dtype: Any) -> None:
         """Compile what lookups of this value dtype need, so that none has to wait for it."""
         none, starts = np.empty(0, np.int64), np.zeros(1, np.int64)
-        name = self._dtype_name(dtype)
+        name = "stored" if isinstance(dtype, str) and dtype == "stored" else self._dtype_name(dtype)
         gather = self._gather_to(name)
-        nothing = np.empty((0, self.row_dim), VALUE_DTYPES[name])
+        nothing = np.empty((0, self._row_of(name)[0]), self._row_of(name)[1])
         gather.run(none, nothing, 1)
         if self.threads > 1:
             with native.parallel_turn() as mine:
@@ -278,9 +272,9 @@ class Table:
             )
 
     def _gather(self, rows: npt.NDArray[np.int64], name: str, out: npt.NDArray[Any]) -> None:
-        """Gather into `out`, of any shape with rows.size * row_dim elements of the value dtype."""
+        """Gather into `out`, of any shape with rows.size rows of values."""
         gather = self._gathers.get(name) or self._gather_to(name)
-        values = out.reshape(rows.size, self.row_dim)
+        values = out.reshape(rows.size, self._row_of(name)[0])
         self._enter()
         try:
             if rows.size < self.parallel_rows:
@@ -295,8 +289,9 @@ class Table:
                 f"row number {rows[bad]} (at index {bad} of {rows.size}): expected 0 to {self.num_rows - 1}."
             )
 
-    def _gather_to(self, name: str) -> _Gather:
-        return self._gathers.setdefault(name, _Gather(self.spec.format, self.store.rows, name))
+    def _gather_to(self, name: str) -> Gather:
+        at = self.store.rows
+        return self._gathers.setdefault(name, Gather(self.spec.format, at.bases, at.starts, at.step, name))
 
     def _enter(self) -> None:
         """Begin a read of the store; raises when the table can no longer be read."""
@@ -316,6 +311,10 @@ class Table:
         with self._lock:
             self._users -= 1
 
+    def _row_of(self, name: str) -> tuple[int, np.dtype[Any]]:
+        """Elements and dtype of one row as delivered."""
+        return (self.spec.row_bytes, _BYTES) if name == "stored" else (self.row_dim, VALUE_DTYPES[name])
+
     def _dtype_name(self, dtype: Any) -> str:
         if dtype is None:
             return self.spec.format.value_dtype
@@ -325,50 +324,7 @@ class Table:
         return name
 
 
-class _Gather:
-    """The compiled gather of one table to one value dtype, with the arguments that never change."""
-
-    def __init__(self, row_format: RowFormat, at: RowMap, name: str) -> None:
-        self._where = (at.bases, at.starts, at.step)
-        self._row_bytes = row_format.row_bytes
-        self._scale = vector_scale(row_format, name)  # not None: decoded by arithmetic
-        # fp32 rows wanted in 16 bits are copied, then cast: they have too many codes for a table
-        self._cast_from = row_format.stored_dtype if row_format.name == "fp32" != name else None
-        self._codes = None if self._cast_from else row_format.codes_to_values(name)
-        self._code = _CODE_ZERO.get(row_format.stored_dtype.itemsize)
-
-    def run(self, rows: npt.NDArray[np.int64], values: npt.NDArray[Any], shares: int) -> int:
-        """Fill values [rows.size, row_dim]; returns the index of the first bad row number, or -1.
-
-        shares: how many threads work; more than one only in a `native.parallel_turn`.
-        """
-        if self._scale is not None:
-            decoded = (*self._where, rows, self._row_bytes, self._scale, values.view(np.uint16))
-            if shares > 1:
-                return int(decode_e4m3_rows_parallel(*decoded, shares))
-            return int(decode_e4m3_rows(*decoded, 0, rows.size))
-        if self._codes is not None:
-            arguments = (
-                *self._where,
-                rows,
-                self._row_bytes,
-                self._code,
-                self._codes,
-                values.view(self._codes.dtype),
-            )
-            if shares > 1:
-                return int(decode_rows_parallel(*arguments, shares))
-            return int(decode_rows(*arguments, 0, rows.size))
-        raw = values if self._cast_from is None else np.empty(values.shape, self._cast_from)
-        copied = (*self._where, rows, self._row_bytes, raw.view(np.uint8))
-        bad = copy_rows_parallel(*copied, shares) if shares > 1 else copy_rows(*copied, 0, rows.size)
-        if raw is not values and bad < 0:
-            with np.errstate(over="ignore", invalid="ignore"):
-                values[...] = raw
-        return int(bad)
-
-
-_CODE_ZERO = {1: np.uint8(0), 2: np.uint16(0)}
+_BYTES = np.dtype(np.uint8)
 _DTYPE_NAMES = {
     **{name: name for name in VALUE_DTYPES},
     **{str(dtype): name for name, dtype in VALUE_DTYPES.items()},

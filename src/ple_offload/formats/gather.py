@@ -13,11 +13,17 @@ uint16/uint32, `values` the table of all codes of the same dtype (256 or 65,536 
 code's width (uint8/uint16), which only carries the type.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import numba
 import numpy as np
+import numpy.typing as npt
 
 from ple_offload import native
-from ple_offload.formats.e4m3 import decode_e4m3
+from ple_offload.formats.base import RowFormat
+from ple_offload.formats.e4m3 import decode_e4m3, vector_scale
 from ple_offload.native import copy_bytes, load_item, prefetch
 
 PREFETCH_ROWS = 16
@@ -133,3 +139,47 @@ def decode_e4m3_rows_parallel(bases, starts, step, rows, row_bytes, scale, out, 
         if bad[s] >= 0:
             return bad[s]
     return -1
+
+
+class Gather:
+    """Rows of one row map to one value dtype ("bf16", "fp16", "fp32", or "stored" for the bytes as they are).
+
+    Chooses the kernel and holds the arguments that never change.
+    """
+
+    def __init__(
+        self, row_format: RowFormat, bases: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], step: int, name: str
+    ) -> None:
+        self._where = (bases, starts, step)
+        self._row_bytes = row_format.row_bytes
+        plain = name in ("stored", row_format.name)
+        self._scale = None if plain else vector_scale(row_format, name)  # not None: decoded by arithmetic
+        # fp32 rows wanted in 16 bits are copied, then cast: they have too many codes for a table
+        self._cast_from = row_format.stored_dtype if row_format.name == "fp32" and not plain else None
+        self._codes = None if plain or self._cast_from else row_format.codes_to_values(name)
+        self._code = _CODE_ZERO.get(row_format.stored_dtype.itemsize)
+
+    def run(self, rows: npt.NDArray[np.int64], values: npt.NDArray[Any], shares: int) -> int:
+        """Fill values [rows.size, row_dim]; returns the index of the first bad row number, or -1.
+
+        shares: how many threads work; more than one only in a `native.parallel_turn`.
+        """
+        if self._scale is not None:
+            decoded = (*self._where, rows, self._row_bytes, self._scale, values.view(np.uint16))
+            if shares > 1:
+                return int(decode_e4m3_rows_parallel(*decoded, shares))
+            return int(decode_e4m3_rows(*decoded, 0, rows.size))
+        if self._codes is not None:
+            target = values.view(self._codes.dtype)
+            coded = (*self._where, rows, self._row_bytes, self._code, self._codes, target)
+            return int(decode_rows_parallel(*coded, shares) if shares > 1 else decode_rows(*coded, 0, rows.size))
+        raw = values if self._cast_from is None else np.empty(values.shape, self._cast_from)
+        copied = (*self._where, rows, self._row_bytes, raw.view(np.uint8))
+        bad = copy_rows_parallel(*copied, shares) if shares > 1 else copy_rows(*copied, 0, rows.size)
+        if raw is not values and bad < 0:
+            with np.errstate(over="ignore", invalid="ignore"):
+                values[...] = raw
+        return int(bad)
+
+
+_CODE_ZERO = {1: np.uint8(0), 2: np.uint16(0)}

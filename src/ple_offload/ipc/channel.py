@@ -1,0 +1,130 @@
+"""One end of a connection: whole messages with descriptors over a SOCK_SEQPACKET unix socket, every wait bounded.
+
+SEQPACKET keeps message borders, so there is no half a message to wait for, and tells the end of a peer at once. Addresses:
+
+    unix:/path/to/socket    a socket file; who may connect is decided by its folder's mode and by the peer's uid
+    unix:@name              an abstract name of this network namespace: nothing in the file system, nothing left behind
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+
+from ple_offload.errors import ConnectionLostError, ProtocolError, UsageError
+from ple_offload.ipc import messages
+from ple_offload.ipc.messages import MAX_MESSAGE_BYTES, Message
+
+MAX_DESCRIPTORS = 4  # more than any message carries
+MAX_PATH_BYTES = 107
+
+
+def parse_address(address: str) -> str:
+    """What to give to bind and connect; UsageError for an address that is none, or too long for the kernel."""
+    path = address.removeprefix("unix:")
+    if path == address or not path or path == "@" or not (path.startswith(("/", "@"))):
+        raise UsageError(f"address: expected unix:/path/to/socket, found {address!r}.")
+    if "\0" in path or len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise UsageError(
+            f"address {address!r}: expected a path of at most {MAX_PATH_BYTES} bytes without NUL, found "
+            f"{len(os.fsencode(path))} bytes. Choose a shorter path, as in unix:/run/ple-offload/socket."
+        )
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The uid of the process at the other end, as this user namespace sees it."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
+class Channel:
+    """A connected socket. `peer` names the other end in errors. Not for use by two threads at once."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.peer = peer
+
+    @classmethod
+    def connect(cls, address: str, timeout_s: float) -> Channel:
+        """Connect to a worker, trying until `timeout_s` while nobody listens yet."""
+        where = parse_address(address)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            try:
+                sock.setblocking(False)
+                sock.connect(where)
+                return cls(sock, f"worker at {address}")
+            except OSError as error:
+                sock.close()
+                starting = isinstance(error, (FileNotFoundError, ConnectionRefusedError, BlockingIOError))
+                if not starting or time.monotonic() >= deadline:
+                    raise ConnectionLostError(
+                        f"worker at {address}: connecting failed within {timeout_s:g} s: {error.strerror}. "
+                        "Is `ple-offload serve` running, on this host and in this network namespace, for this user?"
+                    ) from error
+            time.sleep(0.02)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
+        """Send one message; False when the peer does not take it now (its buffer is full) or has gone."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self._sock.sendmsg([messages.encode(message)], ancillary, socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
+
+    def receive(self, timeout_s: float, descriptors: int = 0) -> tuple[Message, tuple[int, ...]] | None:
+        """The next message and exactly `descriptors` descriptors, which the caller owns; None when none came in time.
+
+        Raises ConnectionLostError at the end of the connection, ProtocolError for a packet that is no message, is too
+        large, or carries another number of descriptors (all are closed).
+        """
+        if self._sock.fileno() < 0:
+            raise ConnectionLostError(f"{self.peer}: the connection is closed.")
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        if not poll.poll(max(0, round(timeout_s * 1000))):
+            return None
+        try:
+            packet, ancillary, flags, _ = self._sock.recvmsg(
+                MAX_MESSAGE_BYTES + 1, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLostError(f"{self.peer}: the connection broke: {error.strerror}.") from error
+        received = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received.frombytes(data[: len(data) - len(data) % 4])
+        try:
+            if not packet and not received:
+                raise ConnectionLostError(f"{self.peer}: closed the connection.")
+            if len(packet) > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"{self.peer}: expected at most {MAX_MESSAGE_BYTES} bytes a message, found more.")
+            if flags & socket.MSG_CTRUNC or len(received) != descriptors:
+                raise ProtocolError(
+                    f"{self.peer}: expected {descriptors} descriptors, found {len(received)}"
+                    f"{' or more' if flags & socket.MSG_CTRUNC else ''}."
+                )
+            message = messages.decode(packet, self.peer)
+        except BaseException:
+            for fd in received:
+                os.close(fd)
+            raise
+        return message, tuple(received)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.close()

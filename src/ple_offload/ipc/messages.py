@@ -1,0 +1,125 @@
+"""The messages of the protocol, in the order of a connection's life. Plain records: nothing is ever unpickled.
+
+    client                          worker
+    Hello  + region, doorbell  ->
+                               <-   Welcome + heartbeat      or Refused, and the connection ends
+                               <-   Ready                    once every rank of the session has said Hello
+    (steps: shared memory only)
+                               <-   StepFailed               one step's rows cannot be delivered; the next ones can
+                               <-   RankLost                 another rank of the same DP group has gone
+                               <-   Closing                  the worker stops; what was published is still served
+    Goodbye                    ->                            the client is done; it expects nothing more
+
+One message is one packet of a SOCK_SEQPACKET socket: msgpack of a map whose "type" names the record.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from ple_offload.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 32 << 10
+
+
+class LayerWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One layer a client wants served."""
+
+    layer: int  # decoder layer, from 0
+    output: str  # "stored": the rows' bytes; or "bf16", "fp16", "fp32": decoded values
+
+
+class LayerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the worker serves for a layer."""
+
+    layer: int
+    family: str
+    vocab_size: int
+    context_len: int
+    filler: int
+    num_rows: int
+    rows_per_token: int
+    row_dim: int
+    format: str  # of the stored bytes
+    scale: float | None  # fp8_e4m3: one scale for the table
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """First message of a connection; carries two descriptors: the region memfd and the doorbell eventfd."""
+
+    version: int
+    checkpoint: str  # which of the worker's checkpoints: its path or name; "" where there is only one
+    fingerprint: str  # of the table the client expects (`spec.fingerprint`); "" for any
+    session: str  # one engine on this host; the ranks of an engine agree on it
+    epoch: int  # 1..32767, higher than any earlier connection's of this rank
+    worker_id: int  # the rank's number among all workers of the engine, pipeline ranks counted
+    dp_rank: int
+    dp_size: int  # on this host
+    tp_rank: int
+    tp_size: int
+    request: str  # "tokens": the worker hashes; "rows": the client gives row numbers
+    layers: list[LayerWish]
+    max_num_tokens: int
+    max_num_reqs: int
+    slots: int  # batches in flight
+    context_len: int
+    rows_per_token: int  # of request "rows", 0 for "tokens"
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The region fits and is mapped; carries one descriptor: the heartbeat page, read-only."""
+
+    version: int
+    pid: int  # in the worker's PID namespace: for messages, never to decide anything
+    log: str  # where the worker writes its log, "" if to its terminal
+    layers: list[LayerFacts]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    reason: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class StepFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    step: int
+    reason: str
+
+
+class RankLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    dp_rank: int
+    tp_rank: int
+
+
+class Closing(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    reason: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+Message = Union[Hello, Welcome, Refused, Ready, StepFailed, RankLost, Closing, Goodbye]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(packet: bytes, sender: str) -> Message:
+    """Decode one packet; ProtocolError, naming the sender, for anything that is not a message."""
+    try:
+        return _decoder.decode(packet)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(
+            f"{sender}: expected a message of protocol version {PROTOCOL_VERSION}, found {len(packet)} bytes that are none: "
+            f"{error}. Both sides must run compatible versions of ple-offload."
+        ) from None
