@@ -32,9 +32,7 @@ def _read_back(table: TableSpec) -> bytes:
         assert segment.first_row == row
         assert segment.num_rows > 0
         num_bytes = segment.num_rows * table.row_bytes
-        jobs.append(
-            ReadJob(segment.path, segment.offset, num_bytes, memory.ctypes.data + row * table.row_bytes)
-        )
+        jobs.append(ReadJob(segment.path, segment.offset, num_bytes, memory.ctypes.data + row * table.row_bytes))
         row += segment.num_rows
     assert row == table.num_rows
     read_into(jobs, threads=1)
@@ -170,9 +168,7 @@ def test_a_checkpoint_that_transformers_wrote(make_checkpoint: Callable[..., Pat
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
-@pytest.mark.parametrize(
-    "victim", ["a.safetensors", "b.safetensors", "model.safetensors.index.json", "config.json"]
-)
+@pytest.mark.parametrize("victim", ["a.safetensors", "b.safetensors", "model.safetensors.index.json", "config.json"])
 def test_damage_gives_a_checkpoint_error_or_the_same_table(dtype: str, victim: str, tmp_path: Path) -> None:
     """A few random bytes changed, removed or added: refused, or nothing that matters was hit."""
     folder = tiny.write_default(tmp_path / "whole", dtype=dtype)

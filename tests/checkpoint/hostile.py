@@ -102,9 +102,7 @@ def bytes_after_the_end(folder: Path) -> None:
 @attack("m.safetensors", "Git LFS pointer", "git lfs pull")
 def git_lfs_pointer(folder: Path) -> None:
     tiny.write(folder, {})
-    (folder / "m.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    )
+    (folder / "m.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
 @attack("m.safetensors", "regular file", "'p'")

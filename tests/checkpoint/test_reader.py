@@ -39,9 +39,7 @@ def _descriptors() -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(
-        st.tuples(st.integers(0, 3 * SLICE), st.integers(0, 2 * SLICE), st.booleans()), max_size=12
-    ),
+    sizes=st.lists(st.tuples(st.integers(0, 3 * SLICE), st.integers(0, 2 * SLICE), st.booleans()), max_size=12),
     start=st.integers(0, SLICE),
     threads=st.integers(1, 4),
     drop_cache=st.booleans(),
@@ -133,9 +131,7 @@ def test_a_file_cut_after_its_header_was_read(tmp_path: Path) -> None:
     path.write_bytes(bytes(5 * SLICE))
     memory = np.zeros(8 * SLICE, np.uint8)
     before = _descriptors()
-    with pytest.raises(
-        CheckpointError, match=r"shard\.safetensors: expected \d+ bytes at offset \d+, found \d+"
-    ):
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors: expected \d+ bytes at offset \d+, found \d+"):
         read_into([ReadJob(path, 0, memory.size, memory.ctypes.data)], threads=2)
     assert _descriptors() == before
 
@@ -163,9 +159,7 @@ def test_a_missing_file_is_found_before_anything_is_read(file: Path, tmp_path: P
 
 def test_a_read_error_is_reported_with_its_name(file: Path) -> None:
     """An address nothing is mapped at makes pread fail with EFAULT."""
-    with pytest.raises(
-        CheckpointError, match=r"data: reading 10 bytes at offset 5 failed: Bad address \(EFAULT\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"data: reading 10 bytes at offset 5 failed: Bad address \(EFAULT\)"):
         read_into([ReadJob(file, 5, 10, 16)], threads=1)
 
 

@@ -20,8 +20,7 @@ def _write(path: Path, header: bytes, data: bytes) -> Path:
 
 def test_places_are_absolute(tmp_path: Path) -> None:
     header = (
-        b'{"b":{"dtype":"I64","shape":[1],"data_offsets":[6,14]},'
-        b'"a":{"shape":[2,3],"dtype":"U8","data_offsets":[0,6]}}'
+        b'{"b":{"dtype":"I64","shape":[1],"data_offsets":[6,14]},"a":{"shape":[2,3],"dtype":"U8","data_offsets":[0,6]}}'
     )
     path = _write(tmp_path / "t.safetensors", header, bytes(14))
     start = 8 + len(header)

@@ -146,14 +146,10 @@ def _find_folder(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise UsageError(
-            f"{path}: expected a checkpoint's folder, found a file. Give the folder that holds it."
-        )
+        raise UsageError(f"{path}: expected a checkpoint's folder, found a file. Give the folder that holds it.")
     cache = _hub_cache()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        raise UsageError(
-            f"{path}: no such folder. Give the folder of a checkpoint, or a model id such as owner/name."
-        )
+        raise UsageError(f"{path}: no such folder. Give the folder of a checkpoint, or a model id such as owner/name.")
     repo = cache / ("models--" + str(path).replace("/", "--"))
     try:
         commit = (repo / "refs" / "main").read_text().strip()

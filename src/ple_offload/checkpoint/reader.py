@@ -79,9 +79,7 @@ def read_into(
     with ExitStack() as files:
         paths = dict.fromkeys(job.path for job in jobs)
         fds = {path: files.enter_context(open_file(path)) for path in paths}
-        slices = _slices(
-            [_Piece(job.path, fds[job.path], job.offset, job.num_bytes, job.address) for job in jobs]
-        )
+        slices = _slices([_Piece(job.path, fds[job.path], job.offset, job.num_bytes, job.address) for job in jobs])
         lock = threading.Lock()
         errors: list[BaseException] = []
 
@@ -101,9 +99,7 @@ def read_into(
                             os.posix_fadvise(piece.fd, piece.offset, piece.num_bytes, os.POSIX_FADV_DONTNEED)
                     if progress is not None:
                         progress(num_bytes)
-            except (
-                BaseException
-            ) as error:  # also KeyboardInterrupt: the other threads must stop before files close
+            except BaseException as error:  # also KeyboardInterrupt: the other threads must stop before files close
                 errors.append(error)
 
         helpers = [threading.Thread(target=work, name=f"ple-offload-read-{i}") for i in range(threads - 1)]
@@ -176,15 +172,12 @@ def open_file(path: Path) -> Iterator[int]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(
-            f"{path}: cannot be opened: {reason}. Check that the checkpoint is complete and readable by this "
-            "user."
+            f"{path}: cannot be opened: {reason}. Check that the checkpoint is complete and readable by this user."
         ) from error
     try:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
-            raise CheckpointError(
-                f"{path}: expected a regular file, found file type {stat.filemode(mode)[0]!r}."
-            )
+            raise CheckpointError(f"{path}: expected a regular file, found file type {stat.filemode(mode)[0]!r}.")
         yield fd
     finally:
         os.close(fd)

@@ -66,8 +66,7 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
         start = read_bytes(fd, path, 0, 8)
         if start == b"version ":  # how the pointer that Git LFS leaves in a clone begins
             raise CheckpointError(
-                f"{path}: expected a safetensors file, found a Git LFS pointer. Run `git lfs pull` in the "
-                "folder."
+                f"{path}: expected a safetensors file, found a Git LFS pointer. Run `git lfs pull` in the folder."
             )
         header_bytes: int = struct.unpack("<Q", start)[0]
         if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -91,9 +90,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     where = f"{path}: tensor {shown(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         found = sorted(entry) if isinstance(entry, dict) else entry
-        raise CheckpointError(
-            f"{where}: expected dtype, shape and data_offsets, found {shown(found)}. {_AGAIN}"
-        )
+        raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {shown(found)}. {_AGAIN}")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str):
         raise CheckpointError(f"{where}: dtype: expected a string, found {shown(dtype)}. {_AGAIN}")
@@ -104,8 +101,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
         )
     if not _are_sizes(span) or len(span) != 2 or span[0] > span[1]:
         raise CheckpointError(
-            f"{where}: data_offsets: expected two whole numbers, the second not smaller, found "
-            f"{shown(span)}. {_AGAIN}"
+            f"{where}: data_offsets: expected two whole numbers, the second not smaller, found {shown(span)}. {_AGAIN}"
         )
     num_bytes = span[1] - span[0]
     if dtype in _BITS:
@@ -139,6 +135,5 @@ def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], data_start: in
         end += tensor.num_bytes
     if end != file_bytes:
         raise CheckpointError(
-            f"{path}: expected {end:,} bytes (where the header's last tensor ends), found {file_bytes:,}. "
-            f"{_AGAIN}"
+            f"{path}: expected {end:,} bytes (where the header's last tensor ends), found {file_bytes:,}. {_AGAIN}"
         )

@@ -42,8 +42,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{where}: expected a JSON object, found {type(value).__name__}. The file is damaged: download "
-            "it again."
+            f"{where}: expected a JSON object, found {type(value).__name__}. The file is damaged: download it again."
         )
     return value
 
