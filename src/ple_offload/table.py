@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from ple_offload import config, native
 from ple_offload.errors import MemoryLimitError, StoreError, TokenIdError, UsageError
 from ple_offload.families.ragged import bad_query_start_loc
 from ple_offload.formats.base import VALUE_DTYPES
-from ple_offload.formats.e4m3 import vector_scale
 from ple_offload.formats.gather import Gather
 from ple_offload.memory.limits import require_memory
 from ple_offload.progress import ByteProgress
 from ple_offload.spec import TableSpec, inspect
-from ple_offload.stores import FileStore, RamStore, RowMap, Store
+from ple_offload.stores import FileStore, RamStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class Table:
         """Check a step's shapes and bring its inputs to C-contiguous int64."""
         ids = _integers("input_ids", input_ids, ndim=1)
         if query_start_loc is None:
-            starts = np.array([0, ids.size], np.int64)
+            starts = _one_request(ids.size)
         else:
             starts = _integers("query_start_loc", query_start_loc, ndim=1)
             if starts.size == 0:
@@ -295,7 +295,8 @@ class Table:
 
     def _enter(self) -> None:
         """Begin a read of the store; raises when the table can no longer be read."""
-        native.check_not_forked(self._pid, f"table {self.spec.name}")
+        if os.getpid() != self._pid:  # asked here, so that the name is not put together in every lookup
+            native.check_not_forked(self._pid, f"table {self.spec.name}")
         with self._lock:
             if self._failure is None and time.monotonic() >= self._next_check_s:
                 self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
@@ -342,7 +343,7 @@ def _integers(what: str, value: Any, ndim: int | None = None) -> npt.NDArray[np.
     if _is_torch(value):
         if value.device.type != "cpu":
             raise UsageError(f"{what}: expected a CPU tensor, found one on {value.device}. Copy it to the CPU first.")
-        value = value.detach().numpy()
+        value = (value.detach() if value.requires_grad else value).numpy()
     array = np.asarray(value)
     if array.size == 0 and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no dtype of its own
@@ -367,13 +368,26 @@ def _output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], torch_result
     torch = sys.modules.get("torch")
     if torch is None or not (out is None or isinstance(out, torch.Tensor)):
         raise UsageError(f"out: expected a NumPy array or a torch CPU tensor, found {type(out).__name__}.")
-    torch_dtype = getattr(torch, dtype.name)
+    torch_dtype, integers = _torch_dtypes(dtype)
     if out is None:
         out = torch.empty(shape, dtype=torch_dtype)
-    elif tuple(out.shape) != shape or out.dtype != torch_dtype or not out.is_contiguous() or out.device.type != "cpu":
+    elif out.shape != shape or out.dtype != torch_dtype or not out.is_contiguous() or out.device.type != "cpu":
         raise UsageError(
             f"out: expected a contiguous CPU tensor of {torch_dtype} of shape {list(shape)}, "
             f"found {out.dtype} of shape {list(out.shape)} and strides {list(out.stride())} on {out.device}."
         )
-    integers = torch.uint16 if dtype.itemsize == 2 else torch_dtype  # NumPy has no bfloat16 that torch knows
-    return out, out.detach().view(integers).numpy().view(dtype)
+    raw = out.detach() if out.requires_grad else out
+    return out, (raw if integers is None else raw.view(integers)).numpy().view(dtype)
+
+
+@lru_cache(maxsize=8)
+def _torch_dtypes(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """(torch's own, the integers to see it as on the way to NumPy or None: NumPy has no bfloat16 that torch knows)."""
+    torch = sys.modules["torch"]
+    return getattr(torch, dtype.name), torch.uint16 if dtype.itemsize == 2 else None
+
+
+@lru_cache(maxsize=64)
+def _one_request(num_tokens: int) -> npt.NDArray[np.int64]:
+    """The query_start_loc of a single request; never handed out."""
+    return np.array([0, num_tokens], np.int64)
