@@ -6,15 +6,17 @@ gathers and decodes them. Large gathers are shared among threads; small ones are
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,8 @@ from ple_offload.errors import MemoryLimitError, StoreError, TokenIdError, Usage
 from ple_offload.families.ragged import bad_query_start_loc
 from ple_offload.formats.base import VALUE_DTYPES
 from ple_offload.formats.gather import Gather
+from ple_offload.ipc.messages import LayerFacts
+from ple_offload.memory import sigbus
 from ple_offload.memory.limits import require_memory
 from ple_offload.progress import ByteProgress
 from ple_offload.spec import TableSpec, inspect
@@ -46,7 +50,7 @@ def open_table(
     tier: str = "auto",
     *,
     threads: int | None = None,
-    progress: bool = False,
+    progress: bool | Callable[[int], None] = False,
     skip_memory_check: bool | None = None,
 ) -> Table:
     """Open one table of a checkpoint.
@@ -56,7 +60,8 @@ def open_table(
     tier: "ram" copies the table into sealed memory; "file" reads the checkpoint's own files through the page cache;
         "auto" takes "ram" when it fits this process's memory limits, else "file".
     threads: for loading and for large gathers; default PLE_OFFLOAD_THREADS, else the usable CPUs.
-    progress: draw a line on stderr while loading.
+    progress: True draws a line on stderr while loading; a function is called with the bytes of each part that was loaded,
+        from several threads.
     skip_memory_check: open even when the memory check says that the table does not fit.
 
     Raises UsageError, CheckpointError (what is refused and why), MemoryLimitError (before anything is allocated),
@@ -81,12 +86,12 @@ def open_table(
             tier = "file"
     if tier == "file":
         return Table(spec, FileStore(spec.segments, spec.row_bytes, name=spec.name), threads=threads)
-    bar = ByteProgress(f"loading table {spec.name}", spec.size_bytes) if progress else None
-    try:
-        store = RamStore(spec.segments, spec.row_bytes, name=spec.name, threads=threads, progress=bar)
-    finally:
-        if bar is not None:
-            bar.close()
+    with contextlib.ExitStack() as bar:
+        if progress is True:
+            progress = bar.enter_context(
+                contextlib.closing(ByteProgress(f"loading table {spec.name}", spec.size_bytes))
+            )
+        store = RamStore(spec.segments, spec.row_bytes, name=spec.name, threads=threads, progress=progress or None)
     return Table(spec, store, threads=threads)
 
 
@@ -139,6 +144,22 @@ class Table:
             "parallel_from_rows": self.parallel_rows,
             "kernel_cache": native.cache_problem() or "on disk",
         }
+
+    def facts(self) -> LayerFacts:
+        """What a client of this table must know."""
+        family = self.spec.family
+        return LayerFacts(
+            self.spec.layer,
+            family.name,
+            family.vocab_size,
+            family.context_len,
+            family.filler,
+            self.num_rows,
+            self.rows_per_token,
+            self.row_dim,
+            self.spec.format.name,
+            self.spec.format.scale,
+        )
 
     # ---- lookups --------------------------------------------------------------------------------------------------
 
@@ -275,7 +296,7 @@ class Table:
         """Gather into `out`, of any shape with rows.size rows of values."""
         gather = self._gathers.get(name) or self._gather_to(name)
         values = out.reshape(rows.size, self._row_of(name)[0])
-        self._enter()
+        faults = self._enter()
         try:
             if rows.size < self.parallel_rows:
                 bad = gather.run(rows, values, 1)
@@ -284,6 +305,11 @@ class Table:
                     bad = gather.run(rows, values, self.threads if mine else 1)
         finally:
             self._leave()
+        if sigbus.count() != faults and self.tier == "file":
+            self._fail(
+                "a page of its file was gone when it was read (the file was cut, or the disk failed). Restore the file and "
+                "open the table again"
+            )
         if bad >= 0:
             raise TokenIdError(
                 f"row number {rows[bad]} (at index {bad} of {rows.size}): expected 0 to {self.num_rows - 1}."
@@ -293,8 +319,8 @@ class Table:
         at = self.store.rows
         return self._gathers.setdefault(name, Gather(self.spec.format, at.bases, at.starts, at.step, name))
 
-    def _enter(self) -> None:
-        """Begin a read of the store; raises when the table can no longer be read."""
+    def _enter(self) -> int:
+        """Begin a read of the store; raises when the table can no longer be read. Returns the faults so far."""
         if os.getpid() != self._pid:  # asked here, so that the name is not put together in every lookup
             native.check_not_forked(self._pid, f"table {self.spec.name}")
         with self._lock:
@@ -307,6 +333,13 @@ class Table:
             if self._failure is not None:
                 raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
             self._users += 1
+        return sigbus.count()
+
+    def _fail(self, reason: str) -> NoReturn:
+        """Close the table for good: what was read may be wrong, and what comes may be too."""
+        with self._lock:
+            self._failure = self._failure or reason
+        raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
 
     def _leave(self) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ import time
 
 from ple_offload.errors import ConnectionLostError, ProtocolError, UsageError
 from ple_offload.ipc import messages
-from ple_offload.ipc.messages import MAX_MESSAGE_BYTES, Message
+from ple_offload.ipc.messages import DESCRIPTORS, MAX_MESSAGE_BYTES, Message
 
 MAX_DESCRIPTORS = 4  # more than any message carries
 MAX_PATH_BYTES = 107
@@ -84,11 +84,11 @@ class Channel:
             return False
         return True
 
-    def receive(self, timeout_s: float, descriptors: int = 0) -> tuple[Message, tuple[int, ...]] | None:
-        """The next message and exactly `descriptors` descriptors, which the caller owns; None when none came in time.
+    def receive(self, timeout_s: float) -> tuple[Message, tuple[int, ...]] | None:
+        """The next message and its descriptors, which the caller owns; None when none came in time.
 
         Raises ConnectionLostError at the end of the connection, ProtocolError for a packet that is no message, is too
-        large, or carries another number of descriptors (all are closed).
+        large, or carries another number of descriptors than its kind does (all are closed).
         """
         if self._sock.fileno() < 0:
             raise ConnectionLostError(f"{self.peer}: the connection is closed.")
@@ -113,12 +113,13 @@ class Channel:
                 raise ConnectionLostError(f"{self.peer}: closed the connection.")
             if len(packet) > MAX_MESSAGE_BYTES:
                 raise ProtocolError(f"{self.peer}: expected at most {MAX_MESSAGE_BYTES} bytes a message, found more.")
-            if flags & socket.MSG_CTRUNC or len(received) != descriptors:
+            message = messages.decode(packet, self.peer)
+            expected = DESCRIPTORS.get(type(message), 0)
+            if flags & socket.MSG_CTRUNC or len(received) != expected:
                 raise ProtocolError(
-                    f"{self.peer}: expected {descriptors} descriptors, found {len(received)}"
+                    f"{self.peer}: expected {expected} descriptors with {type(message).__name__}, found {len(received)}"
                     f"{' or more' if flags & socket.MSG_CTRUNC else ''}."
                 )
-            message = messages.decode(packet, self.peer)
         except BaseException:
             for fd in received:
                 os.close(fd)

@@ -1,6 +1,8 @@
 """The messages of the protocol, in the order of a connection's life. Plain records: nothing is ever unpickled.
 
     client                          worker
+    Ask                        ->
+                               <-   Facts                    or Refused
     Hello  + region, doorbell  ->
                                <-   Welcome + heartbeat      or Refused, and the connection ends
                                <-   Ready                    once every rank of the session has said Hello
@@ -15,14 +17,19 @@ One message is one packet of a SOCK_SEQPACKET socket: msgpack of a map whose "ty
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 from ple_offload.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 32 << 10
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """First message of a connection: what do you serve? The answer tells how large the region must be."""
+
+    version: int
+    checkpoint: str  # which of the worker's checkpoints: its path or name; "" where there is only one
 
 
 class LayerWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,8 +54,17 @@ class LayerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float | None  # fp8_e4m3: one scale for the table
 
 
+class Facts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What the worker serves of the checkpoint that was asked for."""
+
+    version: int
+    pid: int  # in the worker's PID namespace: for messages, never to decide anything
+    log: str  # where the worker writes its log, "" if to its terminal
+    layers: list[LayerFacts]
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """First message of a connection; carries two descriptors: the region memfd and the doorbell eventfd."""
+    """A rank presents itself; carries two descriptors: the region memfd and the doorbell eventfd."""
 
     version: int
     checkpoint: str  # which of the worker's checkpoints: its path or name; "" where there is only one
@@ -71,11 +87,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The region fits and is mapped; carries one descriptor: the heartbeat page, read-only."""
-
-    version: int
-    pid: int  # in the worker's PID namespace: for messages, never to decide anything
-    log: str  # where the worker writes its log, "" if to its terminal
-    layers: list[LayerFacts]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -104,7 +115,10 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     pass
 
 
-Message = Union[Hello, Welcome, Refused, Ready, StepFailed, RankLost, Closing, Goodbye]
+Message = Ask | Facts | Hello | Welcome | Refused | Ready | StepFailed | RankLost | Closing | Goodbye
+
+# How many descriptors each message carries.
+DESCRIPTORS: dict[type[Message], int] = {Hello: 2, Welcome: 1}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -120,6 +134,6 @@ def decode(packet: bytes, sender: str) -> Message:
         return _decoder.decode(packet)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
-            f"{sender}: expected a message of protocol version {PROTOCOL_VERSION}, found {len(packet)} bytes that are none: "
+            f"{sender}: expected a message of protocol {PROTOCOL_VERSION}, found {len(packet)} bytes that are none: "
             f"{error}. Both sides must run compatible versions of ple-offload."
         ) from None

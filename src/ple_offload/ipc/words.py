@@ -84,15 +84,15 @@ def wait_flag(address, expected, waiters, spins, slice_ns):  # type: ignore[no-u
     failed = expected | np.uint64(FAILED)
     word = load_acquire(address)
     for _ in range(spins):
-        if word == expected or word == failed:
+        if word in (expected, failed):
             return True
         _pause()
         word = load_acquire(address)
-    if word == expected or word == failed:
+    if word in (expected, failed):
         return True
     store_release(waiters, np.uint64(1))
     word = load_acquire(address)
-    if word != expected and word != failed:
+    if word not in (expected, failed):
         timespec = np.empty(2, np.int64)
         timespec[0] = slice_ns // 1_000_000_000
         timespec[1] = slice_ns % 1_000_000_000
@@ -100,7 +100,7 @@ def wait_flag(address, expected, waiters, spins, slice_ns):  # type: ignore[no-u
         _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, low, np.uint64(timespec.ctypes.data), np.uint64(0), 0)
         word = load_acquire(address)
     store_release(waiters, np.uint64(0))
-    return word == expected or word == failed
+    return word in (expected, failed)
 
 
 @native.kernel()

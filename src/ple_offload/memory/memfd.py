@@ -17,6 +17,7 @@ from ple_offload.memory.mapping import Mapping
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 0x2, 0x4, 0x8
+F_SEAL_FUTURE_WRITE = 0x10
 SEALED = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 
 
@@ -42,6 +43,27 @@ def seal(fd: int, name: str) -> int:
         ) from error
     finally:
         os.close(fd)
+
+
+def seal_size(fd: int, name: str) -> None:
+    """Seal a memfd against shrinking and growing; its bytes may still be written."""
+    _add_seals(fd, name, F_SEAL_SHRINK | F_SEAL_GROW)
+
+
+def seal_against_new_writers(fd: int, name: str) -> int:
+    """Let only the writable maps that exist now write on; returns a read-only descriptor and closes `fd`."""
+    try:
+        _add_seals(fd, name, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
+
+
+def _add_seals(fd: int, name: str, seals: int) -> None:
+    try:
+        fcntl.fcntl(fd, F_ADD_SEALS, seals)
+    except OSError as error:
+        raise StoreError(f"memfd {name}: sealing it failed: {error.strerror}. It needs Linux 5.1 or later.") from error
 
 
 def is_sealed(fd: int) -> bool:

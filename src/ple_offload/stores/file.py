@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ple_offload.errors import StoreError
+from ple_offload.memory import sigbus
 from ple_offload.memory.mapping import MADV_RANDOM, PAGE_BYTES, Mapping
 from ple_offload.stores.base import RowMap, Segment
 
@@ -71,6 +72,7 @@ class FileStore:
         end = segments[-1].offset + segments[-1].num_rows * row_bytes
         mapping = Mapping(fd, end - first, offset=first, what=f"{path}: table {self._name}")
         mapping.advise(MADV_RANDOM)
+        sigbus.guard(mapping.address, mapping.num_bytes)
         self._mappings.append(mapping)
         return {segment: mapping.address + segment.offset - first for segment in segments}
 
@@ -94,6 +96,7 @@ class FileStore:
 
     def close(self) -> None:
         for mapping in self._mappings:
+            sigbus.release(mapping.address)
             mapping.close()
         for fd, _ in self._files.values():
             os.close(fd)

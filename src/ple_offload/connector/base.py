@@ -1,0 +1,55 @@
+"""What a connector needs from below: a transport that carries a step's inputs to where rows are found, and its rows back.
+
+One step: `inputs(step)` gives the arrays to stage into -> `publish(step, ...)` -> `deliver(layer, step, ...)` once for each
+layer, in any order -> `release(step)`. A transport knows no torch; it counts layers from 0, in the order of its ports.
+
+Failure: `deliver` raises StepError when this step's rows will not come (the next steps may), ConnectionLostError when none
+will come any more. It returns within the limits, whatever the other side does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from ple_offload.ipc.messages import LayerFacts
+
+
+@dataclass(frozen=True)
+class PortSpec:
+    """What one layer of the model wants: which decoder layer it is, and its output's value dtype and width."""
+
+    layer: int
+    dtype: str  # "bf16", "fp16", "fp32"
+    embed_dim: int
+
+
+@dataclass
+class Inputs:
+    """A step's input arrays: of a slot, all int64, or of the sources. `row_numbers` has one entry per layer."""
+
+    input_ids: npt.NDArray[Any]  # [max_num_tokens]
+    query_start_loc: npt.NDArray[Any]  # [max_num_reqs + 1]
+    ngram_context: npt.NDArray[Any]  # [max_num_reqs, context_len]
+    row_numbers: list[npt.NDArray[Any]]  # [max_num_tokens, rows_per_token] each; only for request "rows"
+
+
+class Transport(Protocol):
+    facts: list[LayerFacts]  # one per layer
+
+    def inputs(self, step: int) -> Inputs:
+        """The arrays of the step's slot; valid until `publish`."""
+
+    def publish(self, step: int, num_reqs: int, num_tokens: int) -> None:
+        """Send the step on its way; never waits."""
+
+    def deliver(self, layer: int, step: int, num_tokens: int, out: npt.NDArray[Any]) -> None:
+        """Fill out [num_tokens, embed_dim], of the port's value dtype."""
+
+    def release(self, step: int) -> None:
+        """Every step up to this one has been consumed."""
+
+    def close(self) -> None:
+        """Bounded, and safe to call twice and after any failure."""

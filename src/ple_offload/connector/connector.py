@@ -1,0 +1,333 @@
+"""The connector: one per GPU worker, between a model's PLE layers and the process that finds their rows.
+
+The life of a step, on every rank:
+
+    step = prepare_forward(num_reqs, num_tokens)     copy the sources into a slot and publish it (TP rank 0)
+    model forward: each layer takes its rows         `deliver`, called by the layer's op, waits within the limits
+    check(step)                                      raises if any of its rows did not come; before its tokens leave
+    release_outputs()                                the slot may be written again
+
+Steps are counted from 1; every rank counts every `prepare_forward`, dummy and failed ones too, so that the ranks of an
+engine agree on the number of a step without talking about it. A dummy step asks nobody: its rows are zeros.
+
+A step whose rows do not come delivers NaN, never zeros: zeros read as fluent text and stay in the KV cache. The error is
+raised by `check`, by the layer in eager mode, and by the next call of the connector, whichever is first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from ple_offload.connector import registry
+from ple_offload.connector.base import Inputs, PortSpec, Transport
+from ple_offload.connector.config import ConnectorConfig
+from ple_offload.connector.inline import InlineTransport
+from ple_offload.connector.remote import RemoteTransport
+from ple_offload.connector.sources import Sources
+from ple_offload.errors import PleOffloadError, StepError, UsageError
+from ple_offload.formats import VALUE_DTYPES
+from ple_offload.table import Table
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_CARRIERS = {"bf16": np.int16, "fp16": np.float16, "fp32": np.float32}  # torch knows no NumPy bfloat16
+
+
+@runtime_checkable
+class OffloadLayer(Protocol):
+    """What the connector asks of a module to serve it; `ple_offload.layer.PleOffloadLayer` is one."""
+
+    layer: int  # decoder layer, from 0
+    number: int  # of this module in this process
+
+    def get_offload_output_dtype(self) -> torch.dtype: ...
+
+    def get_offload_output_dim(self) -> int: ...
+
+
+@dataclass
+class Step:
+    """One step in flight."""
+
+    number: int
+    num_tokens: int
+    dummy: bool
+    error: PleOffloadError | None = None
+    taken: set[int] = field(default_factory=set)  # layers that have had their rows
+
+
+class PleOffloadConnector:
+    """See the module.
+
+    model: any module that contains `PleOffloadLayer`s. device: where their outputs are wanted; this release: the CPU.
+    address: "unix:/path" or "unix:@name" of a worker, or "inline" with `tables` open in this process, by decoder layer.
+    The sources are read by every `prepare_forward` and must stay the same tensors. Shapes and dtypes: see `Sources`.
+
+    Raises UsageError for a model, source or option that cannot be meant, ConnectionLostError and ProtocolError when the
+    worker cannot be reached or refuses. Whatever it raises, it leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        model: torch.nn.Module,
+        device: torch.device | str,
+        address: str,
+        *,
+        input_ids_source: torch.Tensor | None = None,
+        query_start_loc_source: torch.Tensor | None = None,
+        ngram_context_source: torch.Tensor | None = None,
+        row_numbers_source: Mapping[int, torch.Tensor] | None = None,
+        tables: Mapping[int, Table] | None = None,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        if self.device.type != "cpu":
+            raise UsageError(f"device: expected 'cpu', found {str(self.device)!r}: GPU routes are not in this release.")
+        self._layers = [module for module in model.modules() if isinstance(module, OffloadLayer)]
+        if not self._layers:
+            raise UsageError(f"model: expected at least one PleOffloadLayer, found none in {type(model).__name__}.")
+        ports = [_port(layer) for layer in self._layers]
+        if len({port.layer for port in ports}) != len(ports):
+            raise UsageError(
+                f"model: expected one PleOffloadLayer for a decoder layer, found {[p.layer for p in ports]}."
+            )
+        self._ports, self._address, self._tables, self._epoch = ports, address, tables, 0
+        self._step = 0
+        self._flight: deque[Step] = deque()
+        self._locals: deque[int] = deque()  # tokens of `signal_dummy_outputs` not yet taken
+        self._unreported: PleOffloadError | None = None
+        self._failures: dict[int, PleOffloadError] = {}
+        self._closed = False
+        self._transport = self._connect()
+        try:
+            facts = {port.layer: fact for port, fact in zip(ports, self._transport.facts, strict=True)}
+            for port in ports:
+                width = facts[port.layer].rows_per_token * facts[port.layer].row_dim
+                if port.embed_dim != width:
+                    raise UsageError(
+                        f"layer {port.layer}: expected an output of {width} elements a token, as the table has, "
+                        f"found {port.embed_dim}."
+                    )
+            self._sources = Sources(input_ids_source, query_start_loc_source, ngram_context_source, row_numbers_source)
+            context_len = next(iter(facts.values())).context_len
+            self._sources.check(config, context_len, {layer: fact.rows_per_token for layer, fact in facts.items()})
+            self._arrays = self._sources.arrays([port.layer for port in ports])
+            staging = config.staging
+            if staging == "auto":
+                staging = "mirror" if self._sources.device().type == "cpu" else "async"
+            self.staging = staging
+            self._depth = 1 if staging == "mirror" else config.max_concurrent_batches
+            for index, layer in enumerate(self._layers):
+                registry.add(layer.number, self, index)
+            self._atexit = weakref.WeakMethod(self.close)
+            atexit.register(_close_at_exit, self._atexit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> Transport:
+        if self._address == "inline":
+            return InlineTransport(self.config, self._ports, self._tables or {})
+        self._epoch += 1
+        return RemoteTransport(self.config, self._ports, self._address, self._epoch)
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def prepare_forward(self, num_reqs: int, num_tokens: int, dummy_run: bool = False) -> int:
+        """Stage and publish one step from the sources; returns its number.
+
+        num_tokens counts the rows of the model's input that belong to it; tokens from query_start_loc[num_reqs] on are
+        padding and get zeros. A dummy run reads no source and is satisfied with zeros, on every rank.
+
+        Raises UsageError when too many steps are in flight or a number does not fit the buffers (the step is counted, as
+        the other ranks count it), and what an earlier step failed with, if nobody has been told yet.
+        """
+        self._step += 1
+        self.raise_unreported()
+        if len(self._flight) >= self._depth:
+            raise UsageError(
+                f"step {self._step}: expected at most {self._depth} batches in flight (staging {self.staging!r}, "
+                f"max_concurrent_batches {self.config.max_concurrent_batches}), found one more. Call release_outputs first."
+            )
+        for name, value, most in (
+            ("num_reqs", num_reqs, self.config.max_num_reqs),
+            ("num_tokens", num_tokens, self.config.max_num_tokens),
+        ):
+            if not 0 <= value <= most:
+                raise UsageError(f"step {self._step}: {name}: expected 0 to {most}, found {value}.")
+        step = Step(self._step, num_tokens, dummy_run)
+        if not dummy_run:
+            self._publish(step, num_reqs)
+        self._flight.append(step)
+        return step.number
+
+    def _publish(self, step: Step, num_reqs: int) -> None:
+        if self.config.tp_rank == 0:
+            step.num_tokens = min(step.num_tokens, self._stage(self._transport.inputs(step.number), num_reqs, step))
+        else:
+            step.num_tokens = min(step.num_tokens, self._true_tokens(num_reqs, step.num_tokens))
+        self._transport.publish(step.number, num_reqs, step.num_tokens)
+
+    def _stage(self, slot: Inputs, num_reqs: int, step: Step) -> int:
+        """Copy the sources into a slot; returns how many tokens are real."""
+        tokens, sources = step.num_tokens, self._arrays
+        if self.config.request == "rows":
+            for target, source in zip(slot.row_numbers, sources.row_numbers, strict=True):
+                target[:tokens] = source[:tokens]
+            return tokens
+        slot.input_ids[:tokens] = sources.input_ids[:tokens]
+        slot.query_start_loc[: num_reqs + 1] = sources.query_start_loc[: num_reqs + 1]
+        slot.ngram_context[:num_reqs] = sources.ngram_context[:num_reqs]
+        # a value beyond the buffer, or a negative one, is for the lookup to refuse; here it only must not be a size
+        return max(0, int(slot.query_start_loc[num_reqs]))
+
+    def _true_tokens(self, num_reqs: int, num_tokens: int) -> int:
+        if self.config.request == "rows":
+            return num_tokens
+        return max(0, int(self._arrays.query_start_loc[num_reqs]))
+
+    def signal_dummy_outputs(self, num_tokens: int) -> None:
+        """Satisfy the next forward with zeros, for warm-up and graph capture; counts no step."""
+        self.raise_unreported()
+        if not 0 <= num_tokens <= self.config.max_num_tokens:
+            raise UsageError(f"num_tokens: expected 0 to {self.config.max_num_tokens}, found {num_tokens}.")
+        self._locals.append(num_tokens)
+
+    def deliver(self, index: int, num_rows: int) -> torch.Tensor:
+        """The rows of the `index`-th layer for its next step: a fresh tensor [num_rows, embed_dim].
+
+        Called by the layer's op. Never raises for rows that do not come: the tensor is NaN then and the error is kept for
+        `check`. Rows behind the step's tokens are zero.
+        """
+        port = self._ports[index]
+        # NumPy allocates, since torch takes an array over in a third of the time of the other way round
+        values = np.empty((num_rows, port.embed_dim), VALUE_DTYPES[port.dtype])
+        out = torch.from_numpy(values.view(_CARRIERS[port.dtype])).view(_TORCH_DTYPES[port.dtype])
+        step = next((step for step in self._flight if index not in step.taken), None)
+        if self._locals and (step is None or not step.taken):
+            self._take_local(index)
+            return out.zero_()
+        if step is None:
+            error = StepError(
+                f"layer {port.layer}: the forward wants rows, but no step was prepared. Call prepare_forward first."
+            )
+            self._unreported = self._unreported or error
+            return out.fill_(float("nan"))
+        step.taken.add(index)
+        tokens = step.num_tokens
+        if step.dummy:
+            return out.zero_()
+        if step.error is None and tokens > num_rows:
+            self._fail(
+                step,
+                StepError(
+                    f"step {step.number} layer {port.layer}: {tokens} tokens were prepared, the forward has {num_rows}."
+                ),
+            )
+        if step.error is None:
+            try:
+                self._transport.deliver(index, step.number, tokens, values[:tokens])
+            except PleOffloadError as error:
+                self._fail(step, error)
+        if step.error is not None:
+            return out.fill_(float("nan"))
+        if tokens < num_rows:
+            values[tokens:] = 0
+        return out
+
+    def _take_local(self, index: int) -> None:
+        """One `signal_dummy_outputs` satisfies every layer once; the last layer uses it up."""
+        if index == len(self._layers) - 1:
+            self._locals.popleft()
+
+    def check(self, step: int | None = None) -> None:
+        """Raise what made `step` (default: any step so far) deliver NaN; must precede the use of its tokens.
+
+        Raises StepError or ConnectionLostError; a second call for the same step raises again until it is released.
+        """
+        failed = [n for n in sorted(self._failures) if step in (None, n)]
+        if failed:
+            error = self._failures[failed[0]]
+            if self._unreported is error:
+                self._unreported = None
+            raise error
+        if step is None:
+            self.raise_unreported()
+
+    def release_outputs(self) -> None:
+        """The oldest step's rows have been consumed: its slot may be written again. Without a step in flight: nothing."""
+        if self._flight:
+            step = self._flight.popleft()
+            self._failures = {n: e for n, e in self._failures.items() if n > step.number - 1000}
+            self._transport.release(step.number)
+        self.raise_unreported()
+
+    def _fail(self, step: Step, error: PleOffloadError) -> None:
+        step.error = error
+        self._failures[step.number] = error
+        self._unreported = error
+        log.error("step %d: %s", step.number, error)
+
+    def raise_unreported(self) -> None:
+        """Tell the caller what has gone wrong, once."""
+        if self._closed:
+            raise UsageError("the connector is closed.")
+        error, self._unreported = self._unreported, None
+        if error is not None:
+            raise error
+
+    # ---- ending ---------------------------------------------------------------------------------------------------
+
+    def reconnect(self) -> None:
+        """Give the connection up and make a new one, with new buffers; steps in flight have failed and are dropped.
+
+        Every rank of a session that lost its worker reconnects. Step numbers go on.
+        """
+        if self._closed:
+            raise UsageError("the connector is closed.")
+        self._transport.close()
+        self._flight.clear()
+        self._locals.clear()
+        self._unreported = None
+        self._transport = self._connect()
+
+    def close(self) -> None:
+        """Stop the transport, then free its memory; safe to call twice, at exit, and after a constructor that failed."""
+        if self._closed:
+            return
+        self._closed = True
+        for layer in self._layers:
+            registry.remove(layer.number, self)
+        self._transport.close()
+        self._flight.clear()
+
+    def __enter__(self) -> PleOffloadConnector:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _close_at_exit(method: weakref.WeakMethod[Any]) -> None:
+    close = method()
+    if close is not None:
+        close()
+
+
+def _port(layer: OffloadLayer) -> PortSpec:
+    dtype = layer.get_offload_output_dtype()
+    if dtype not in _DTYPES:
+        raise UsageError(f"layer {layer.layer}: output dtype: expected bfloat16, float16 or float32, found {dtype}.")
+    return PortSpec(layer.layer, _DTYPES[dtype], layer.get_offload_output_dim())

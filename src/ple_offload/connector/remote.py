@@ -1,0 +1,318 @@
+"""Transport to a worker process: inputs and outputs in shared memory, a doorbell, flags; no thread, no message in a step.
+
+Every connection has a region of its own. When a worker is given up, because it died, said nothing for too long, or broke
+the protocol, its region is dropped and never looked at again: a stopped worker that wakes up later writes into memory that
+nobody reads. `deliver` fills the caller's own memory, so no row of an earlier step can be taken for one of this step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ple_offload.connector.base import Inputs, PortSpec
+from ple_offload.connector.config import ConnectorConfig
+from ple_offload.errors import ConnectionLostError, ProtocolError, StepError, UsageError
+from ple_offload.formats import VALUE_DTYPES, RowFormat
+from ple_offload.formats.gather import Gather
+from ple_offload.ipc import region, words
+from ple_offload.ipc.channel import Channel
+from ple_offload.ipc.messages import (
+    PROTOCOL_VERSION,
+    Ask,
+    Closing,
+    Facts,
+    Goodbye,
+    Hello,
+    LayerFacts,
+    LayerWish,
+    Message,
+    RankLost,
+    Ready,
+    Refused,
+    StepFailed,
+    Welcome,
+)
+from ple_offload.ipc.region import BLOCK_ROWS, HEAD_WORDS, PAGE, Layout
+from ple_offload.memory import memfd
+from ple_offload.memory.mapping import Mapping
+
+# Spinning costs the core, sleeping costs the waking (about 10 us): spin for about as long.
+SPINS = 400
+SLICE_NS = 20_000_000  # between two looks at the socket and the heartbeat
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class RemoteTransport:
+    """See connector/base.py. The constructor returns once the session is ready, or raises and leaves nothing behind."""
+
+    def __init__(self, config: ConnectorConfig, ports: Sequence[PortSpec], address: str, epoch: int) -> None:
+        self._config = config
+        self._address = address
+        self._limits = config.limits
+        self._slots = config.max_concurrent_batches
+        self._ports = list(ports)
+        self._resources = contextlib.ExitStack()
+        self._failed: dict[int, str] = {}  # step -> why, as the worker told
+        self._lost: str | None = None
+        self._closing: str | None = None
+        self.worker = f"worker at {address}"
+        try:
+            self._connect(epoch)
+        except BaseException:
+            self._resources.close()
+            raise
+
+    # ---- connecting -----------------------------------------------------------------------------------------------
+
+    def _connect(self, epoch: int) -> None:
+        config, deadline = self._config, time.monotonic() + self._limits.ready_s
+        self._channel = Channel.connect(self._address, self._limits.connect_s)
+        self._resources.callback(self._channel.close)
+        _channels.add(self._channel)
+        self._send(Ask(PROTOCOL_VERSION, config.checkpoint))
+        answer, _ = self._await(Facts, deadline, "its facts")
+        self.worker = f"worker {answer.pid} at {self._address}" + (f" (log: {answer.log})" if answer.log else "")
+        by_layer = {facts.layer: facts for facts in answer.layers}
+        missing = [port.layer for port in self._ports if port.layer not in by_layer]
+        if missing:
+            raise UsageError(f"{self.worker}: expected tables of layers {missing}, found {sorted(by_layer)}.")
+        self.facts: list[LayerFacts] = [by_layer[port.layer] for port in self._ports]
+        rows_per_token = tuple(facts.rows_per_token for facts in self.facts)
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            checkpoint=config.checkpoint,
+            fingerprint=config.fingerprint,
+            session=config.session,
+            epoch=epoch,
+            worker_id=config.worker_id,
+            dp_rank=config.dp_rank,
+            dp_size=config.dp_size,
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            request=config.request,
+            layers=[LayerWish(p.layer, "stored" if config.output == "stored" else p.dtype) for p in self._ports],
+            max_num_tokens=config.max_num_tokens,
+            max_num_reqs=config.max_num_reqs,
+            slots=self._slots,
+            context_len=self.facts[0].context_len if config.request == "tokens" else 0,
+            rows_per_token=rows_per_token[0] if config.request == "rows" else 0,
+        )
+        self._formats = [RowFormat(facts.format, facts.row_dim, facts.scale) for facts in self.facts]
+        token_bytes = tuple(
+            facts.rows_per_token * row_format.row_bytes
+            if config.output == "stored"
+            else port.embed_dim * VALUE_DTYPES[port.dtype].itemsize
+            for port, facts, row_format in zip(self._ports, self.facts, self._formats, strict=True)
+        )
+        self.layout = Layout.of(hello, token_bytes, rows_per_token)
+        self._epoch = epoch
+        region_fd, doorbell_fd = self._make_region()
+        if not self._channel.send(hello, (region_fd, doorbell_fd)):
+            raise ConnectionLostError(f"{self.worker}: it does not take the Hello.")
+        _, (heartbeat_fd,) = self._await(Welcome, deadline, "a Welcome")
+        try:
+            heartbeat = Mapping(heartbeat_fd, PAGE, what="heartbeat")
+        finally:
+            os.close(heartbeat_fd)
+        self._resources.callback(heartbeat.close)
+        self._heartbeat = np.uint64(heartbeat.address)
+        self._await(Ready, deadline, "every rank of the session")
+        self._prepare_readers()
+
+    def _make_region(self) -> tuple[int, int]:
+        """Allocate and map the region; returns its descriptor and the doorbell's, both closed by `close`."""
+        num_bytes = self.layout.num_bytes
+        fd = memfd.create("ple-offload region", num_bytes)
+        self._resources.callback(os.close, fd)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)  # our pages, charged to us: too little memory shows here
+        except OSError as error:
+            raise ConnectionLostError(
+                f"region of {num_bytes} bytes: {error.strerror}. Use a smaller max_num_tokens."
+            ) from error
+        memfd.seal_size(fd, "ple-offload region")
+        self._region = Mapping(fd, num_bytes, writable=True, what="region")
+        self._resources.callback(self._region.close)
+        self._doorbell_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._resources.callback(os.close, self._doorbell_fd)
+        return fd, self._doorbell_fd
+
+    def _prepare_readers(self) -> None:
+        base, layout, config = self._region.address, self.layout, self._config
+        view = self._region.view()
+        self._announced = np.uint64(base + region.WORD_ANNOUNCED)
+        self._released = np.uint64(base + region.WORD_RELEASED)
+        self._waiters = np.uint64(base + region.WORD_WAITERS)
+        self._heads: list[npt.NDArray[np.uint64]] = []
+        self._inputs: list[Inputs] = []
+        nothing = np.empty(0, np.int64)
+        for slot in range(self._slots if layout.has_inputs else 0):
+            at = layout.input(slot)
+            self._heads.append(view[at : at + HEAD_WORDS * 8].view(np.uint64))
+            numbers = view[at + HEAD_WORDS * 8 : at + layout.input_bytes].view(np.int64)
+            tokens, reqs = layout.max_num_tokens, layout.max_num_reqs
+            if config.request == "tokens":
+                context = numbers[tokens + reqs + 1 :][: reqs * layout.context_len].reshape(reqs, layout.context_len)
+                self._inputs.append(Inputs(numbers[:tokens], numbers[tokens : tokens + reqs + 1], context, []))
+            else:
+                ends = np.cumsum([tokens * rows for rows in layout.rows_per_token])
+                parts = np.split(numbers[: ends[-1]], ends[:-1])
+                shaped = [part.reshape(tokens, -1) for part in parts]
+                self._inputs.append(Inputs(nothing, nothing, nothing.reshape(0, 0), shaped))
+        # One gather per layer and slot: the slot's bytes are the "table", its rows are read in order.
+        self._gathers: list[list[Gather]] = []
+        for i, (port, row_format) in enumerate(zip(self._ports, self._formats, strict=True)):
+            rows = layout.max_num_tokens * layout.rows_per_token[i]
+            starts = np.array([0, rows], np.int64)
+            if config.output == "values":
+                row_format = RowFormat(port.dtype, row_format.row_dim)
+            bases = [np.array([base + layout.output(i, slot)], np.uint64) for slot in range(self._slots)]
+            self._gathers.append([Gather(row_format, b, starts, rows, port.dtype) for b in bases])
+            empty = np.empty((0, row_format.row_dim), VALUE_DTYPES[port.dtype])
+            self._gathers[-1][0].run(np.empty(0, np.int64), empty, 1)
+        self._order = np.arange(layout.max_num_tokens * max(layout.rows_per_token), dtype=np.int64)
+        words.wait_flag(self._waiters, np.uint64(0), self._waiters, 1, 0)  # compile now, not in a step
+        words.publish_flag(self._waiters, np.uint64(0), self._waiters)
+
+    def _send(self, message: Message) -> None:
+        if not self._channel.send(message):
+            raise ConnectionLostError(f"{self.worker}: it does not take a {type(message).__name__}.")
+
+    def _await(self, kind: type[Any], deadline: float, what: str) -> tuple[Any, tuple[int, ...]]:
+        """The next message, which must be of this kind; a refusal is raised as what it is."""
+        received = self._channel.receive(max(0.0, deadline - time.monotonic()))
+        if received is None:
+            raise ConnectionLostError(
+                f"{self.worker}: waited {self._limits.ready_s:g} s (limit ready_s) for {what}. "
+                f"Session {self._config.session!r} needs {self._config.dp_size} x {self._config.tp_size} ranks."
+            )
+        message, descriptors = received
+        if isinstance(message, kind):
+            return message, descriptors
+        for fd in descriptors:
+            os.close(fd)
+        if isinstance(message, Refused):
+            raise ProtocolError(f"{self.worker} refused: {message.reason}")
+        if isinstance(message, Closing):
+            raise ConnectionLostError(f"{self.worker} stops: {message.reason}")
+        raise ProtocolError(f"{self.worker}: expected {kind.__name__}, found {type(message).__name__}.")
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def inputs(self, step: int) -> Inputs:
+        return self._inputs[step % self._slots]
+
+    def publish(self, step: int, num_reqs: int, num_tokens: int) -> None:
+        self._look()
+        if self._closing is not None:
+            self._give_up(f"it stops: {self._closing}")
+        if not self.layout.has_inputs:
+            return
+        head = self._heads[step % self._slots]
+        head[0], head[1], head[2] = step, num_reqs, num_tokens
+        words.store_word(self._announced, np.uint64(step))
+        os.eventfd_write(self._doorbell_fd, 1)
+
+    def deliver(self, layer: int, step: int, num_tokens: int, out: npt.NDArray[Any]) -> None:
+        self._raise_if_lost()
+        if step in self._failed:
+            raise StepError(self._failed[step])
+        rows = num_tokens * self.layout.rows_per_token[layer]
+        slot, gather = step % self._slots, self._gathers[layer][step % self._slots]
+        values = out.reshape(rows, -1) if rows else out
+        expected = np.uint64(words.flag(self._epoch, step))
+        for block, first in enumerate(range(0, rows, BLOCK_ROWS)):
+            address = np.uint64(self._region.address + self.layout.flag(layer, slot, block))
+            if not words.wait_flag(address, expected, self._waiters, SPINS, SLICE_NS):
+                self._wait(address, expected, step)
+            if int(words.load_word(address)) != int(expected):
+                self._raise_step_failed(step)
+            last = min(rows, first + BLOCK_ROWS)
+            gather.run(self._order[first:last], values[first:last], 1)
+
+    def _wait(self, address: np.uint64, expected: np.uint64, step: int) -> None:
+        """Wait on, looking at the worker between two slices; raises when it is gone, silent, or took too long."""
+        limits, started = self._limits, time.monotonic()
+        beat, moved = int(words.load_word(self._heartbeat)), started
+        while True:
+            self._look()
+            if step in self._failed:
+                raise StepError(self._failed[step])
+            if words.wait_flag(address, expected, self._waiters, 0, SLICE_NS):
+                return
+            now, heard = time.monotonic(), int(words.load_word(self._heartbeat))
+            if heard != beat:
+                beat, moved = heard, now
+            if now - moved > limits.no_progress_s:
+                self._give_up(f"no sign of life for {limits.no_progress_s:g} s (limit no_progress_s) in step {step}")
+            if now - started > limits.hard_cap_s:
+                self._give_up(f"step {step} not delivered within {limits.hard_cap_s:g} s (limit hard_cap_s)")
+
+    def _look(self) -> None:
+        """Hear what the worker has said meanwhile."""
+        self._raise_if_lost()
+        try:
+            while (received := self._channel.receive(0)) is not None:
+                message, descriptors = received
+                for fd in descriptors:
+                    os.close(fd)
+                if isinstance(message, StepFailed):
+                    self._failed[message.step] = message.reason
+                elif isinstance(message, RankLost) and message.tp_rank == 0:
+                    self._give_up(f"TP rank 0 of DP rank {message.dp_rank}, which publishes the steps, has gone")
+                elif isinstance(message, Closing):
+                    self._closing = message.reason
+                elif isinstance(message, Refused):
+                    self._give_up(f"it cut the connection: {message.reason}")
+                elif not isinstance(message, RankLost):
+                    self._give_up(f"it sent a {type(message).__name__} in the middle of the steps")
+        except ConnectionLostError as error:
+            if self._lost is None:
+                self._give_up(str(error) if self._closing is None else f"it stopped: {self._closing}")
+            raise
+
+    def _raise_step_failed(self, step: int) -> None:
+        """The flag says that the step failed; the reason was sent before the flag was set."""
+        self._look()
+        raise StepError(self._failed.get(step, f"{self.worker}: step {step} failed; its log says why."))
+
+    def _give_up(self, reason: str) -> None:
+        """End the connection: whatever the worker writes from now on, nobody reads."""
+        self._lost = f"{self.worker}: {reason}. Every step in flight has failed; `reconnect` starts a new connection."
+        self._channel.close()
+        self._raise_if_lost()
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise ConnectionLostError(self._lost)
+
+    def release(self, step: int) -> None:
+        self._failed = {s: why for s, why in self._failed.items() if s > step}
+        if self._lost is None:
+            words.store_word(self._released, np.uint64(step))
+            if self._config.tp_size > 1:  # the worker may be holding a step back until this rank has room
+                os.eventfd_write(self._doorbell_fd, 1)
+
+    def close(self) -> None:
+        if self._lost is None:
+            self._channel.send(Goodbye())
+            self._lost = f"{self.worker}: this connector was closed"
+        self._resources.close()
+
+
+def _close_inherited() -> None:
+    """A forked child must not hold connections open after its parent's death."""
+    for channel in list(_channels):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,0 +1,152 @@
+"""One connected rank as the worker sees it: what it said in its Hello, and its region, mapped.
+
+Nothing of the region is trusted: it belongs to the client, who may change any byte at any time. Sizes come from the Hello
+and were checked; numbers read from the region are copied once, and the copy is checked and used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ple_offload.errors import ProtocolError
+from ple_offload.ipc import region, words
+from ple_offload.ipc.channel import Channel
+from ple_offload.ipc.messages import Hello
+from ple_offload.ipc.region import Layout
+from ple_offload.memory import memfd
+from ple_offload.memory.mapping import PAGE_BYTES, Mapping
+
+
+class Rank:
+    """The region of one rank, and the words in it that both sides read and write."""
+
+    def __init__(self, channel: Channel, hello: Hello, layout: Layout, region_fd: int, doorbell_fd: int) -> None:
+        """Maps the region and keeps the doorbell; the caller still owns both descriptors if this raises."""
+        self.channel = channel
+        self.hello = hello
+        self.layout = layout
+        _check_region(channel.peer, region_fd, layout.num_bytes)
+        _check_doorbell(channel.peer, doorbell_fd)
+        self._mapping = Mapping(region_fd, layout.num_bytes, writable=True, what=f"region of {channel.peer}")
+        self.doorbell_fd = doorbell_fd
+        base = self._mapping.address
+        self._base = base
+        self._announced = np.uint64(base + region.WORD_ANNOUNCED)
+        self._released = np.uint64(base + region.WORD_RELEASED)
+        self._waiters = np.uint64(base + region.WORD_WAITERS)
+        self._flag_base = np.uint64(hello.epoch << 48)
+        self._bytes = self._mapping.view()
+        self.served = 0  # the last step that was looked up, or failed
+        self.name = f"session {hello.session!r} DP {hello.dp_rank} TP {hello.tp_rank}"
+
+    @property
+    def announced(self) -> int:
+        return int(words.load_word(self._announced))
+
+    @property
+    def released(self) -> int:
+        return int(words.load_word(self._released))
+
+    def next_step(self) -> int | None:
+        """The oldest step that was announced and not served; steps that were dummies are none."""
+        announced = self.announced
+        if announced <= self.served:
+            return None
+        steps = [int(self._head(slot)[0]) for slot in range(self.hello.slots)]
+        return min((step for step in steps if self.served < step <= announced), default=None)
+
+    def inputs(self, step: int) -> list[npt.NDArray[np.int64]]:
+        """Copies of the input arrays of a step.
+
+        tokens: [input_ids, query_start_loc, ngram_context]; rows: one array [num_tokens, rows_per_token] per layer.
+        Raises ProtocolError for numbers that do not fit the buffers.
+        """
+        layout, slot = self.layout, step % self.hello.slots
+        found, num_reqs, num_tokens = (int(x) for x in self._head(slot)[:3].copy())
+        if found != step or num_reqs > layout.max_num_reqs or num_tokens > layout.max_num_tokens:
+            raise ProtocolError(
+                f"step {step}: expected at most {layout.max_num_reqs} requests and {layout.max_num_tokens} tokens in slot "
+                f"{slot}, found step {found} with {num_reqs} requests and {num_tokens} tokens."
+            )
+        at = layout.input(slot) + region.HEAD_WORDS * 8
+        arrays = []
+        if layout.request == "rows":
+            for rows in layout.rows_per_token:
+                arrays.append(self._int64(at, num_tokens * rows).copy().reshape(num_tokens, rows))
+                at += layout.max_num_tokens * rows * 8
+            return arrays
+        arrays.append(self._int64(at, num_tokens).copy())
+        at += layout.max_num_tokens * 8
+        arrays.append(self._int64(at, num_reqs + 1).copy())
+        at += (layout.max_num_reqs + 1) * 8
+        context = self._int64(at, num_reqs * layout.context_len).copy()
+        arrays.append(context.reshape(num_reqs, layout.context_len))
+        return arrays
+
+    def output(self, layer: int, step: int, num_tokens: int) -> npt.NDArray[np.uint8]:
+        """The output of `num_tokens` tokens of a layer (by its place in the Hello), as uint8 [num_tokens * token_bytes]."""
+        at = self.layout.output(layer, step % self.hello.slots)
+        return self._bytes[at : at + num_tokens * self.layout.token_bytes[layer]]
+
+    def publish(self, layer: int, step: int, block: int) -> None:
+        """Say that a block of rows is there, and wake the reader."""
+        self._set_flag(layer, step, block, step)
+
+    def fail(self, step: int) -> None:
+        """Say that a step's rows will not come, on every flag a reader could wait for."""
+        for layer, blocks in enumerate(self.layout.blocks):
+            for block in range(blocks):
+                self._set_flag(layer, step, block, step | words.FAILED)
+
+    def _set_flag(self, layer: int, step: int, block: int, low: int) -> None:
+        address = self._base + self.layout.flag(layer, step % self.hello.slots, block)
+        words.publish_flag(np.uint64(address), self._flag_base | np.uint64(low), self._waiters)
+
+    def _head(self, slot: int) -> npt.NDArray[np.uint64]:
+        at = self.layout.input(slot)
+        return self._bytes[at : at + region.HEAD_WORDS * 8].view(np.uint64)
+
+    def _int64(self, at: int, count: int) -> npt.NDArray[np.int64]:
+        return self._bytes[at : at + count * 8].view(np.int64)
+
+    def close(self) -> None:
+        self._mapping.close()
+        if self.doorbell_fd >= 0:
+            os.close(self.doorbell_fd)
+            self.doorbell_fd = -1
+
+
+def _check_region(peer: str, fd: int, num_bytes: int) -> None:
+    """Refuse memory that could vanish or fault under us."""
+    needed = memfd.F_SEAL_SHRINK
+    try:
+        seals = fcntl.fcntl(fd, memfd.F_GET_SEALS)
+    except OSError:
+        raise ProtocolError(f"{peer}: expected a memfd as region, found another kind of file.") from None
+    if seals & needed != needed or seals & memfd.F_SEAL_WRITE:
+        raise ProtocolError(
+            f"{peer}: expected a region sealed against shrinking and not against writing, found seals {seals:#x}."
+        )
+    stat = os.fstat(fd)
+    if stat.st_size < num_bytes:
+        raise ProtocolError(f"{peer}: expected a region of {num_bytes} bytes, found {stat.st_size}.")
+    if os.fstatvfs(fd).f_bsize != PAGE_BYTES:
+        raise ProtocolError(
+            f"{peer}: expected a region on ordinary pages, found pages of {os.fstatvfs(fd).f_bsize} bytes."
+        )
+    if stat.st_blocks * 512 < num_bytes:
+        raise ProtocolError(
+            f"{peer}: expected a region with all its {num_bytes} bytes allocated (by its owner, who pays for them), "
+            f"found {stat.st_blocks * 512}."
+        )
+
+
+def _check_doorbell(peer: str, fd: int) -> None:
+    kind = str(Path(f"/proc/self/fd/{fd}").readlink())
+    if kind != "anon_inode:[eventfd]":
+        raise ProtocolError(f"{peer}: expected an eventfd as doorbell, found {Path(kind).name}.")

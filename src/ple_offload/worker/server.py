@@ -1,0 +1,562 @@
+"""The worker's one loop: connections, doorbells, lookups.
+
+One thread does everything in turn, so a step is never served twice, nothing needs a lock, and a lookup is interrupted by
+nobody. Between two steps it looks at its descriptors, so that no rank starves another. It sleeps in epoll when nothing is
+announced, waking once a second for its heartbeat.
+
+The life of a connection: accepted -> peer's uid checked -> Hello within HELLO_LIMIT_S -> region mapped -> Welcome -> Ready
+when the session is complete -> steps -> end. Whatever a peer does wrong ends its own connection, with a Refused that says
+why, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import select
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, UsageError
+from ple_offload.formats import VALUE_DTYPES
+from ple_offload.ipc import words
+from ple_offload.ipc.channel import Channel, parse_address, peer_uid
+from ple_offload.ipc.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Ask,
+    Closing,
+    Facts,
+    Goodbye,
+    Hello,
+    RankLost,
+    Ready,
+    Refused,
+    StepFailed,
+    Welcome,
+)
+from ple_offload.ipc.region import BLOCK_ROWS, MAX_REGION_BYTES, PAGE, Layout
+from ple_offload.memory import memfd
+from ple_offload.memory.mapping import Mapping
+from ple_offload.metrics import Sample, samples
+from ple_offload.spec import fingerprint
+from ple_offload.table import Table
+from ple_offload.worker.rank import Rank
+from ple_offload.worker.session import Lane, Session, Turns
+
+log = logging.getLogger(__name__)
+
+HELLO_LIMIT_S = 5.0
+HEARTBEAT_S = 1.0
+OVERFLOW_UID = 65534  # how a peer of another user namespace reads
+OUTPUTS = ("stored", "bf16", "fp16", "fp32")
+DUPLICATES_EVERY_S = 0.1
+DUPLICATES_MAX_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Served:
+    """One checkpoint of a worker: its open tables by decoder layer."""
+
+    path: Path
+    tables: dict[int, Table]
+
+    def __post_init__(self) -> None:
+        if not self.tables:
+            raise UsageError(f"{self.path}: no table to serve.")
+
+
+class PleOffloadWorker:
+    """Serves the tables of one or more checkpoints to every client that may connect.
+
+    allow_uids: who may connect beside this process's user and root; None: anybody the socket file lets in.
+    log_path: where clients are told to look when the worker dies.
+    """
+
+    def __init__(
+        self, served: list[Served], *, allow_uids: frozenset[int] | None = frozenset(), log_path: str = ""
+    ) -> None:
+        self._served = served
+        self._fingerprints = {id(t): fingerprint(t.spec) for s in served for t in s.tables.values()}
+        self._allow_uids = allow_uids
+        self._log_path = log_path
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._hello_limits: dict[int, tuple[Channel, float]] = {}
+        self._sessions: dict[str, Session] = {}
+        self._turns = Turns()
+        self._listeners: list[tuple[socket.socket, Path | None]] = []
+        self._stopping: str | None = None
+        self._next_sample_s = 0.0
+        # the heartbeat: one word, which only this process can write
+        fd = memfd.create("ple-offload heartbeat", PAGE)
+        self._heartbeat_map = Mapping(fd, PAGE, writable=True, what="heartbeat")
+        self._heartbeat = self._heartbeat_map.view().view(np.uint64)
+        self._heartbeat_fd = memfd.seal_against_new_writers(fd, "heartbeat")
+
+    # ---- listening and running ------------------------------------------------------------------------------------
+
+    def listen(self, address: str, *, group: int | None = None) -> None:
+        """Accept clients at `unix:/path` or `unix:@name`; `group` opens the socket file to a group id.
+
+        Raises UsageError when another worker serves this address, or the path cannot be used.
+        """
+        where = parse_address(address)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            path = None if where.startswith("\0") else Path(where)
+            if path is None:
+                sock.bind(where)
+            else:
+                _bind_path(sock, path, group)
+            sock.listen(128)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise UsageError(f"{address}: another worker already serves this address. Choose another.") from None
+            raise UsageError(
+                f"{address}: cannot listen: {error.strerror}. Choose a folder this user can write."
+            ) from error
+        except BaseException:
+            sock.close()
+            raise
+        sock.setblocking(False)
+        self._listeners.append((sock, path))
+        self._watch(sock.fileno(), lambda: self._accept(sock))
+
+    def watch_parent(self, fd: int) -> None:
+        """Stop when the other end of `fd` is closed: the parent has gone."""
+
+        def ended() -> None:
+            with contextlib.suppress(BlockingIOError):
+                if os.read(fd, 4096) == b"":
+                    self.stop("its parent has gone")
+
+        os.set_blocking(fd, False)
+        self._watch(fd, ended)
+
+    def stop(self, reason: str) -> None:
+        """Leave `run` once what was announced so far is served."""
+        self._stopping = self._stopping or reason
+
+    def run(self) -> None:
+        """Serve until `stop`; SIGTERM and SIGINT stop it when called in the main thread. Closes everything."""
+        try:
+            with _signals(self.stop) as wake_fd:
+                if wake_fd is not None:
+                    self._watch(wake_fd, lambda: _empty(wake_fd))
+                while self._stopping is None:
+                    self._poll(0.0 if self._turns else HEARTBEAT_S)
+                    self._beat()
+                    self._end_silent_peers()
+                    self._serve_a_round()
+                self._drain()
+        finally:
+            self._close()
+
+    def _poll(self, timeout_s: float) -> None:
+        for fd, _ in self._epoll.poll(timeout_s):
+            handler = self._handlers.get(fd)  # an earlier handler may have ended this one
+            if handler is not None:
+                handler()
+
+    def _watch(self, fd: int, handler: Callable[[], None], events: int = select.EPOLLIN) -> None:
+        self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def _forget(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+
+    def _beat(self) -> None:
+        self._heartbeat[0] += np.uint64(1)
+
+    def _drain(self) -> None:
+        """Serve what is announced, tell every client, and end."""
+        reason = self._stopping or ""
+        for session in self._sessions.values():
+            for lane in session.lanes.values():
+                self._turns.ring(lane)
+        while self._turns:
+            self._serve_a_round()
+        for session in self._sessions.values():
+            for rank in session.ranks.values():
+                rank.channel.send(Closing(reason))
+        log.info("stopped: %s", reason)
+
+    def _close(self) -> None:
+        for sock, path in self._listeners:
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            sock.close()
+        for channel, _ in self._hello_limits.values():
+            channel.close()
+        for session in self._sessions.values():
+            for rank in session.ranks.values():
+                rank.channel.close()
+                rank.close()
+        self._epoll.close()
+        self._heartbeat_map.close()
+        os.close(self._heartbeat_fd)
+
+    # ---- connections ----------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:  # the client has gone, or descriptors ran out: the others go on
+            log.warning("accepting a connection failed: %s", error.strerror)
+            return
+        uid = peer_uid(sock)
+        channel = Channel(sock, f"client of uid {uid}")
+        if self._allow_uids is not None and uid not in {0, os.getuid(), *self._allow_uids}:
+            hint = " (65534 is how a user of another user namespace reads)" if uid == OVERFLOW_UID else ""
+            self._refuse(
+                channel, f"uid {uid}{hint} may not connect. Start the worker with --allow-uid {uid} or --group."
+            )
+            return
+        self._hello_limits[channel.fileno()] = (channel, time.monotonic() + HELLO_LIMIT_S)
+        self._watch(channel.fileno(), lambda: self._hear_hello(channel))
+
+    def _refuse(self, channel: Channel, reason: str) -> None:
+        log.warning("refused %s: %s", channel.peer, reason)
+        channel.send(Refused(reason[: MAX_MESSAGE_BYTES // 4]))
+        self._hello_limits.pop(channel.fileno(), None)
+        self._forget(channel.fileno())
+        channel.close()
+
+    def _end_silent_peers(self) -> None:
+        now = time.monotonic()
+        for channel, limit in list(self._hello_limits.values()):
+            if now > limit:
+                self._refuse(channel, f"expected a Hello within {HELLO_LIMIT_S:g} s, found none.")
+
+    def _hear_hello(self, channel: Channel) -> None:
+        """Before its Hello a client may ask what is served."""
+        descriptors: tuple[int, ...] = ()
+        try:
+            received = channel.receive(0)
+            if received is None:
+                return
+            message, descriptors = received
+            if isinstance(message, Ask):
+                _check_version(channel.peer, message.version)
+                tables = self._find(channel.peer, message.checkpoint).tables.values()
+                facts = Facts(PROTOCOL_VERSION, os.getpid(), self._log_path, [table.facts() for table in tables])
+                channel.send(facts)
+                return
+            if not isinstance(message, Hello):
+                raise ProtocolError(f"{channel.peer}: expected a Hello, found {type(message).__name__}.")
+            rank, session = self._register(channel, message, *descriptors)
+        except PleOffloadError as error:
+            for fd in descriptors:
+                os.close(fd)
+            self._refuse(channel, str(error))
+            return
+        os.close(descriptors[0])  # the map holds the region
+        del self._hello_limits[channel.fileno()]
+        self._forget(channel.fileno())
+        channel.send(Welcome(), (self._heartbeat_fd,))
+        session.add(rank)
+        lane = session.lanes[rank.hello.dp_rank]
+        self._watch(channel.fileno(), lambda: self._hear(session, rank))
+        # edge-triggered and never read: reading could block for ever on a descriptor that the client shares
+        self._watch(rank.doorbell_fd, lambda: self._turns.ring(lane), select.EPOLLIN | select.EPOLLET)
+        log.info("%s connected (epoch %d)", rank.name, rank.hello.epoch)
+        if session.ready:
+            channel.send(Ready())
+        elif session.complete():
+            session.ready = True
+            for other in session.ranks.values():
+                other.channel.send(Ready())
+        self._turns.ring(lane)
+
+    def _register(self, channel: Channel, hello: Hello, region_fd: int, doorbell_fd: int) -> tuple[Rank, Session]:
+        """Check a Hello against the tables and its session; returns what to add. ProtocolError says what is wrong."""
+        _check_hello(channel.peer, hello)
+        served = self._find(channel.peer, hello.checkpoint)
+        tables = tuple(self._table(channel.peer, served, hello, wish.layer) for wish in hello.layers)
+        token_bytes = tuple(_token_bytes(t, w.output) for t, w in zip(tables, hello.layers, strict=True))
+        rows_per_token = tuple(table.rows_per_token for table in tables)
+        if hello.request == "tokens":
+            lengths = {table.context_len for table in tables}
+            if lengths != {hello.context_len}:
+                raise ProtocolError(
+                    f"{channel.peer}: expected context_len {sorted(lengths)}, found {hello.context_len}."
+                )
+        elif set(rows_per_token) != {hello.rows_per_token}:
+            raise ProtocolError(
+                f"{channel.peer}: expected rows_per_token {sorted(set(rows_per_token))}, found {hello.rows_per_token}."
+            )
+        layout = Layout.of(hello, token_bytes, rows_per_token)
+        if layout.num_bytes > MAX_REGION_BYTES:
+            raise ProtocolError(
+                f"{channel.peer}: expected a region of at most {MAX_REGION_BYTES} bytes, found {layout.num_bytes}."
+            )
+        session = self._sessions.get(hello.session)
+        if session is None or not session.ranks:
+            # nobody is left of an earlier engine of this name: this is a new one
+            old = session
+            session = Session(hello.session, tables, hello)
+            if old is not None:
+                session.epochs, session.counters = old.epochs, old.counters
+                session.layers.update({k: v for k, v in old.layers.items() if k in session.layers})
+        elif session.tables != tables:
+            raise ProtocolError(f"{channel.peer}: session {hello.session!r} reads other tables.")
+        session.check(hello, channel.peer)
+        for table, wish in zip(tables, hello.layers, strict=True):
+            table.prepare(wish.output)
+        rank = Rank(channel, hello, layout, region_fd, doorbell_fd)
+        self._sessions[hello.session] = session
+        return rank, session
+
+    def _find(self, peer: str, checkpoint: str) -> Served:
+        names = [str(served.path) for served in self._served]
+        if not checkpoint and len(self._served) == 1:
+            return self._served[0]
+        for served in self._served:
+            if checkpoint in (str(served.path), served.path.name):
+                return served
+        raise ProtocolError(f"{peer}: expected one of the checkpoints {', '.join(names)}, found {checkpoint[:500]!r}.")
+
+    def _table(self, peer: str, served: Served, hello: Hello, layer: int) -> Table:
+        table = served.tables.get(layer)
+        if table is None:
+            raise ProtocolError(f"{peer}: {served.path}: expected a layer of {sorted(served.tables)}, found {layer}.")
+        mine = self._fingerprints[id(table)]
+        if hello.fingerprint and len(hello.layers) == 1 and hello.fingerprint != mine:
+            raise ProtocolError(
+                f"{peer}: {served.path}: expected the table with fingerprint {hello.fingerprint}, found {mine}. "
+                "The engine and the worker were given different checkpoints."
+            )
+        return table
+
+    def _hear(self, session: Session, rank: Rank) -> None:
+        """A rank speaks after its Hello: only to say goodbye, or by its end."""
+        try:
+            received = rank.channel.receive(0)
+            if received is None:
+                return
+            if not isinstance(received[0], Goodbye):
+                raise ProtocolError(f"{rank.channel.peer}: expected a Goodbye, found {type(received[0]).__name__}.")
+            reason = ""
+        except ConnectionLostError as error:
+            reason = str(error)
+            rank.channel.send(Refused(reason))
+        self._remove(session, rank, reason)
+
+    def _remove(self, session: Session, rank: Rank, reason: str) -> None:
+        log.log(logging.WARNING if reason else logging.INFO, "%s left%s", rank.name, f": {reason}" if reason else "")
+        self._forget(rank.channel.fileno())
+        self._forget(rank.doorbell_fd)
+        session.remove(rank)
+        rank.channel.close()
+        rank.close()
+        if reason:
+            session.counters.lost_ranks += 1
+            for other in session.lanes[rank.hello.dp_rank].targets():
+                other.channel.send(RankLost(rank.hello.dp_rank, rank.hello.tp_rank))
+        self._turns.ring(session.lanes[rank.hello.dp_rank])  # it may have been the one the others waited for
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def _serve_a_round(self) -> None:
+        for lane, step in self._turns:
+            self._serve(lane, step)
+            self._beat()
+            self._poll(0)
+
+    def _serve(self, lane: Lane, step: int) -> None:
+        """Look one step up and deliver it to every TP rank, or tell each of them why not."""
+        rank = lane.tp_rank_0()
+        if rank is None:
+            return
+        session, targets = lane.session, lane.targets()
+        session.counters.queue_s += max(0.0, time.monotonic() - lane.rung_at_s)
+        rank.served = step
+        started = time.monotonic()
+        layer = session.first.layers[0].layer
+        try:
+            inputs = rank.inputs(step)
+            for i, (wish, table) in enumerate(zip(session.first.layers, session.tables, strict=True)):
+                layer = wish.layer
+                rows = inputs[i] if rank.hello.request == "rows" else table.row_numbers(*inputs)
+                self._deliver(targets, i, step, table, rows.reshape(-1), wish.output)
+                counters = session.layers[layer]
+                counters.steps += 1
+                counters.rows += rows.size
+                counters.bytes += rows.size * table.spec.row_bytes
+                counters.gather_s += time.monotonic() - started
+                started = time.monotonic()
+                self._count_duplicates(session, layer, rows)
+        except Exception as error:
+            if not isinstance(error, PleOffloadError):
+                log.exception("%s step %d: an error of the worker itself", rank.name, step)
+            session.layers[layer].errors += 1
+            reason = f"{rank.name} step {step} layer {layer}: {error}"
+            log.warning("%s", reason)
+            for target in targets:
+                target.channel.send(StepFailed(step, reason[: MAX_MESSAGE_BYTES // 4]))
+                target.fail(step)
+
+    def _deliver(self, targets: list[Rank], i: int, step: int, table: Table, rows: np.ndarray, output: str) -> None:
+        """Gather a layer's rows block by block into the first target's output, copy them to the others', raise flags."""
+        width = table.spec.row_bytes if output == "stored" else _token_bytes(table, output) // table.rows_per_token
+        num_tokens = rows.size // table.rows_per_token
+        outputs = [target.output(i, step, num_tokens) for target in targets]
+        for block, first in enumerate(range(0, rows.size, BLOCK_ROWS)):
+            part = rows[first : first + BLOCK_ROWS]
+            span = slice(first * width, (first + part.size) * width)
+            out = outputs[0][span]
+            if output == "stored":
+                table.gather(part, dtype="stored", out=out.reshape(part.size, width))
+            else:
+                table.gather(part, dtype=output, out=out.view(_value_dtype(output)).reshape(part.size, table.row_dim))
+            for other in outputs[1:]:
+                other[span] = out
+            for target in targets:
+                target.publish(i, step, block)
+            self._beat()
+
+    def _count_duplicates(self, session: Session, layer: int, rows: np.ndarray) -> None:
+        """Search a sample of the steps for rows asked for twice; the rows are out already, so nobody waits for this."""
+        now = time.monotonic()
+        if now < self._next_sample_s or rows.size > DUPLICATES_MAX_ROWS or self._turns:
+            return
+        self._next_sample_s = now + DUPLICATES_EVERY_S
+        counters = session.layers[layer]
+        counters.sampled_rows += rows.size
+        counters.duplicate_rows += rows.size - np.unique(rows).size
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+
+    def samples(self) -> Iterator[Sample]:
+        """Every counter, labelled by session and layer."""
+        yield "ple_offload_sessions", {}, float(sum(bool(s.ranks) for s in self._sessions.values()))
+        for session in list(self._sessions.values()):
+            yield "ple_offload_ranks", {"session": session.name}, float(len(session.ranks))
+            yield from samples(session.counters, session=session.name)
+            for layer, counters in session.layers.items():
+                yield from samples(counters, session=session.name, layer=str(layer))
+
+
+def _token_bytes(table: Table, output: str) -> int:
+    if output == "stored":
+        return table.rows_per_token * table.spec.row_bytes
+    return table.embed_dim * _value_dtype(output).itemsize
+
+
+def _empty(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(fd, 4096)
+
+
+def _value_dtype(output: str) -> np.dtype[Any]:
+    return VALUE_DTYPES[output]
+
+
+def _check_version(peer: str, version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"{peer}: expected protocol version {PROTOCOL_VERSION}, found {version}. "
+            "Install the same release of ple-offload on both sides."
+        )
+
+
+def _check_hello(peer: str, hello: Hello) -> None:
+    """Refuse numbers that make no sense, before anything is computed from them."""
+    _check_version(peer, hello.version)
+    bounds = {
+        "epoch": (1, words.MAX_EPOCH),
+        "dp_size": (1, 1024),
+        "tp_size": (1, 1024),
+        "dp_rank": (0, hello.dp_size - 1),
+        "tp_rank": (0, hello.tp_size - 1),
+        "worker_id": (0, 1 << 20),
+        "max_num_tokens": (1, 1 << 22),
+        "max_num_reqs": (1, 1 << 22),
+        "slots": (1, 64),
+        "context_len": (0, 64),
+        "rows_per_token": (0, 1 << 12),
+    }
+    for name, (low, high) in bounds.items():
+        if not low <= getattr(hello, name) <= high:
+            raise ProtocolError(f"{peer}: {name}: expected {low} to {high}, found {getattr(hello, name)}.")
+    if not hello.session or len(hello.session) > 200:
+        raise ProtocolError(f"{peer}: session: expected a name of 1 to 200 characters, found {len(hello.session)}.")
+    if hello.request not in ("tokens", "rows"):
+        raise ProtocolError(f"{peer}: request: expected 'tokens' or 'rows', found {hello.request[:20]!r}.")
+    layers = [wish.layer for wish in hello.layers]
+    if not layers or len(set(layers)) != len(layers) or len(layers) > 1024:
+        raise ProtocolError(f"{peer}: layers: expected different layers, at least one, found {layers[:20]}.")
+    for wish in hello.layers:
+        if wish.output not in OUTPUTS:
+            raise ProtocolError(f"{peer}: output: expected one of {', '.join(OUTPUTS)}, found {wish.output[:20]!r}.")
+
+
+def _bind_path(sock: socket.socket, path: Path, group: int | None) -> None:
+    """Bind a socket file, replacing a dead one; the folder is made if missing, for this user alone or for `group`.
+
+    A lock on the folder keeps two workers that start at once from taking each other's socket for dead.
+    """
+    folder = path.parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise UsageError(f"unix:{path}: expected a socket or nothing there, found a file. Choose another path.")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()  # its worker has died
+                except OSError:
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
+                else:
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        before = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        if group is not None:
+            os.chown(path, -1, group)
+            path.chmod(0o660)
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[str], None]) -> Iterator[int | None]:
+    """Stop on SIGTERM and SIGINT; yields a descriptor that becomes readable then (None outside the main thread)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(n, lambda number, _: stop(f"it got {signal.Signals(number).name}")) for n in numbers]
+    try:
+        yield read_fd
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
+        os.close(read_fd)
+        os.close(write_fd)

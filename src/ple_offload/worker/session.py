@@ -1,0 +1,124 @@
+"""Sessions: which ranks belong together, when they are complete, and whose turn it is.
+
+A session is one engine on this host: dp_size x tp_size ranks, each with a connection of its own. It is ready when all have
+said Hello, and stays so: a rank that goes leaves the others served, and may come back with a higher epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ple_offload.errors import ProtocolError
+from ple_offload.ipc.messages import Hello
+from ple_offload.metrics import LayerCounters, SessionCounters
+from ple_offload.table import Table
+from ple_offload.worker.rank import Rank
+
+
+@dataclass
+class Lane:
+    """The requests of one DP rank: published by its TP rank 0, delivered to all its TP ranks."""
+
+    session: Session
+    dp_rank: int
+    rung_at_s: float = 0.0  # when the doorbell was last heard
+
+    def tp_rank_0(self) -> Rank | None:
+        return self.session.ranks.get((self.dp_rank, 0))
+
+    def targets(self) -> list[Rank]:
+        return [rank for (dp_rank, _), rank in sorted(self.session.ranks.items()) if dp_rank == self.dp_rank]
+
+    def ready_step(self) -> int | None:
+        """The next step that can be served now: announced, and its slot released by every TP rank that is there."""
+        rank = self.tp_rank_0()
+        step = rank.next_step() if rank is not None and self.session.ready else None
+        if step is None:
+            return None
+        return step if all(step - target.released <= target.hello.slots for target in self.targets()) else None
+
+
+@dataclass
+class Session:
+    name: str
+    tables: tuple[Table, ...]  # one per layer of the Hello
+    first: Hello  # of the rank that came first; the others must agree with it
+    ranks: dict[tuple[int, int], Rank] = field(default_factory=dict)
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    ready: bool = False
+    epochs: dict[tuple[int, int], int] = field(default_factory=dict)
+    counters: SessionCounters = field(default_factory=SessionCounters)
+    layers: dict[int, LayerCounters] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lanes = {dp_rank: Lane(self, dp_rank) for dp_rank in range(self.first.dp_size)}
+        self.layers = {wish.layer: LayerCounters() for wish in self.first.layers}
+
+    def check(self, hello: Hello, peer: str) -> None:
+        """Refuse a rank that does not belong here; ProtocolError says what differs."""
+        for what in (
+            "dp_size",
+            "tp_size",
+            "request",
+            "max_num_tokens",
+            "max_num_reqs",
+            "slots",
+            "context_len",
+            "layers",
+        ):
+            mine, theirs = getattr(self.first, what), getattr(hello, what)
+            if mine != theirs:
+                raise ProtocolError(
+                    f"{peer}: session {self.name!r}: expected {what} {mine}, as its other ranks said, found {theirs}."
+                )
+        key = (hello.dp_rank, hello.tp_rank)
+        if key in self.ranks:
+            raise ProtocolError(
+                f"{peer}: session {self.name!r}: expected one connection of DP rank {key[0]} TP rank {key[1]}, found two. "
+                "Give every engine on the host its own session name."
+            )
+        if hello.epoch <= self.epochs.get(key, 0):
+            raise ProtocolError(
+                f"{peer}: session {self.name!r}: expected an epoch above {self.epochs[key]}, found {hello.epoch}."
+            )
+        taken = [rank.hello.worker_id for rank in self.ranks.values()]
+        if hello.worker_id in taken:
+            raise ProtocolError(f"{peer}: session {self.name!r}: worker id {hello.worker_id} is already connected.")
+
+    def add(self, rank: Rank) -> None:
+        key = (rank.hello.dp_rank, rank.hello.tp_rank)
+        self.ranks[key] = rank
+        self.epochs[key] = rank.hello.epoch
+        self.counters.connections += 1
+
+    def remove(self, rank: Rank) -> None:
+        self.ranks = {key: other for key, other in self.ranks.items() if other is not rank}
+
+    def complete(self) -> bool:
+        return len(self.ranks) == self.first.dp_size * self.first.tp_size
+
+
+class Turns:
+    """Round robin over the lanes that have something to do, one step each."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Lane] = {}  # by identity, in the order of their turn
+
+    def ring(self, lane: Lane) -> None:
+        if id(lane) not in self._waiting:
+            lane.rung_at_s = time.monotonic()
+            self._waiting[id(lane)] = lane
+
+    def __iter__(self) -> Iterator[tuple[Lane, int]]:
+        """The lanes that can be served now, one step each; a lane that has more stays, behind the others."""
+        for key, lane in list(self._waiting.items()):
+            step = lane.ready_step()
+            self._waiting.pop(key, None)
+            if step is not None:
+                yield lane, step
+                self.ring(lane)
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
