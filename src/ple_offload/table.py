@@ -113,6 +113,7 @@ class Table:
         self.rows_per_token = spec.rows_per_token
         self.embed_dim = spec.embed_dim
         self.context_len = spec.family.context_len
+        self._value_dtype = spec.format.value_dtype
         self._no_context = np.full((1, self.context_len), spec.family.filler, np.int64)
         self._gathers: dict[str, Gather] = {}
         self._pid = os.getpid()
@@ -351,7 +352,7 @@ class Table:
 
     def _dtype_name(self, dtype: Any) -> str:
         if dtype is None:
-            return self.spec.format.value_dtype
+            return self._value_dtype
         name = _DTYPE_NAMES.get(str(dtype))
         if name is None:
             raise UsageError(f"dtype: expected {', '.join(VALUE_DTYPES)} (or such a dtype), found {dtype!r}.")
@@ -359,6 +360,7 @@ class Table:
 
 
 _BYTES = np.dtype(np.uint8)
+_INT64 = np.dtype(np.int64)
 _DTYPE_NAMES = {
     **{name: name for name in VALUE_DTYPES},
     **{str(dtype): name for name, dtype in VALUE_DTYPES.items()},
@@ -373,6 +375,15 @@ def _is_torch(value: Any) -> bool:
 
 def _integers(what: str, value: Any, ndim: int | None = None) -> npt.NDArray[np.int64]:
     """A C-contiguous int64 array of a list, NumPy array or torch CPU tensor of integers."""
+    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == (ndim or value.ndim):
+        return value if value.flags.c_contiguous else np.ascontiguousarray(value)  # as nearly always: no more questions
+    if (
+        type(value) is np.ndarray
+        and value.dtype == np.int64
+        and value.flags.c_contiguous
+        and ndim in (None, value.ndim)
+    ):
+        return value
     if _is_torch(value):
         if value.device.type != "cpu":
             raise UsageError(f"{what}: expected a CPU tensor, found one on {value.device}. Copy it to the CPU first.")

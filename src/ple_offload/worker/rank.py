@@ -7,6 +7,7 @@ and were checked; numbers read from the region are copied once, and the copy is 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from pathlib import Path
 
@@ -41,6 +42,10 @@ class Rank:
         self._waiters = np.uint64(base + region.WORD_WAITERS)
         self._flag_base = np.uint64(hello.epoch << 48)
         self._bytes = self._mapping.view()
+        slots = range(hello.slots if layout.has_inputs else 0)
+        heads = [layout.input(slot) for slot in slots]
+        self._heads = [self._bytes[at : at + region.HEAD_WORDS * 8].view(np.uint64) for at in heads]
+        self._arrays = [self._views(slot) for slot in slots]
         self.served = 0  # the last step that was looked up, or failed
         self.name = f"session {hello.session!r} DP {hello.dp_rank} TP {hello.tp_rank}"
 
@@ -57,7 +62,7 @@ class Rank:
         announced = self.announced
         if announced <= self.served:
             return None
-        steps = [int(self._head(slot)[0]) for slot in range(self.hello.slots)]
+        steps = [int(head[0]) for head in self._heads]
         return min((step for step in steps if self.served < step <= announced), default=None)
 
     def inputs(self, step: int) -> list[npt.NDArray[np.int64]]:
@@ -67,26 +72,21 @@ class Rank:
         Raises ProtocolError for numbers that do not fit the buffers.
         """
         layout, slot = self.layout, step % self.hello.slots
-        found, num_reqs, num_tokens = (int(x) for x in self._head(slot)[:3].copy())
+        found, num_reqs, num_tokens, *_ = self._heads[slot].tolist()  # a copy: what is checked is what is used
         if found != step or num_reqs > layout.max_num_reqs or num_tokens > layout.max_num_tokens:
             raise ProtocolError(
                 f"step {step}: expected at most {layout.max_num_reqs} requests and {layout.max_num_tokens} tokens in slot "
                 f"{slot}, found step {found} with {num_reqs} requests and {num_tokens} tokens."
             )
-        at = layout.input(slot) + region.HEAD_WORDS * 8
-        arrays = []
+        arrays = self._arrays[slot]
         if layout.request == "rows":
-            for rows in layout.rows_per_token:
-                arrays.append(self._int64(at, num_tokens * rows).copy().reshape(num_tokens, rows))
-                at += layout.max_num_tokens * rows * 8
-            return arrays
-        arrays.append(self._int64(at, num_tokens).copy())
-        at += layout.max_num_tokens * 8
-        arrays.append(self._int64(at, num_reqs + 1).copy())
-        at += (layout.max_num_reqs + 1) * 8
-        context = self._int64(at, num_reqs * layout.context_len).copy()
-        arrays.append(context.reshape(num_reqs, layout.context_len))
-        return arrays
+            return [array[:num_tokens].copy() for array in arrays]
+        input_ids, query_start_loc, ngram_context = arrays
+        return [
+            input_ids[:num_tokens].copy(),
+            query_start_loc[: num_reqs + 1].copy(),
+            ngram_context[:num_reqs].copy(),
+        ]
 
     def output(self, layer: int, step: int, num_tokens: int) -> npt.NDArray[np.uint8]:
         """The output of `num_tokens` tokens of a layer (by its place in the Hello), as uint8 [num_tokens * token_bytes]."""
@@ -107,12 +107,19 @@ class Rank:
         address = self._base + self.layout.flag(layer, step % self.hello.slots, block)
         words.publish_flag(np.uint64(address), self._flag_base | np.uint64(low), self._waiters)
 
-    def _head(self, slot: int) -> npt.NDArray[np.uint64]:
-        at = self.layout.input(slot)
-        return self._bytes[at : at + region.HEAD_WORDS * 8].view(np.uint64)
-
-    def _int64(self, at: int, count: int) -> npt.NDArray[np.int64]:
-        return self._bytes[at : at + count * 8].view(np.int64)
+    def _views(self, slot: int) -> list[npt.NDArray[np.int64]]:
+        """The input arrays of a slot, full size, in the client's memory."""
+        layout = self.layout
+        if layout.request == "rows":
+            shapes: list[tuple[int, ...]] = [(layout.max_num_tokens, rows) for rows in layout.rows_per_token]
+        else:
+            shapes = [(layout.max_num_tokens,), (layout.max_num_reqs + 1,), (layout.max_num_reqs, layout.context_len)]
+        at, views = layout.input(slot) + region.HEAD_WORDS * 8, []
+        for shape in shapes:
+            num_bytes = math.prod(shape) * 8
+            views.append(self._bytes[at : at + num_bytes].view(np.int64).reshape(shape))
+            at += num_bytes
+        return views
 
     def close(self) -> None:
         self._mapping.close()

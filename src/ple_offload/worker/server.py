@@ -41,6 +41,7 @@ from ple_offload.ipc.messages import (
     Facts,
     Goodbye,
     Hello,
+    LayerWish,
     RankLost,
     Ready,
     Refused,
@@ -160,8 +161,9 @@ class PleOffloadWorker:
                 while self._stopping is None:
                     self._poll(0.0 if self._turns else HEARTBEAT_S)
                     self._beat()
-                    self._end_silent_peers()
-                    self._serve_a_round()
+                    if self._hello_limits:
+                        self._end_silent_peers()
+                    self._serve_next()
                 self._drain()
         finally:
             self._close()
@@ -190,8 +192,8 @@ class PleOffloadWorker:
         for session in self._sessions.values():
             for lane in session.lanes.values():
                 self._turns.ring(lane)
-        while self._turns:
-            self._serve_a_round()
+        while self._serve_next():
+            self._beat()
         for session in self._sessions.values():
             for rank in session.ranks.values():
                 rank.channel.send(Closing(reason))
@@ -289,7 +291,7 @@ class PleOffloadWorker:
         """Check a Hello against the tables and its session; returns what to add. ProtocolError says what is wrong."""
         _check_hello(channel.peer, hello)
         served = self._find(channel.peer, hello.checkpoint)
-        tables = tuple(self._table(channel.peer, served, hello, wish.layer) for wish in hello.layers)
+        tables = tuple(self._table(channel.peer, served, wish) for wish in hello.layers)
         token_bytes = tuple(_token_bytes(t, w.output) for t, w in zip(tables, hello.layers, strict=True))
         rows_per_token = tuple(table.rows_per_token for table in tables)
         if hello.request == "tokens":
@@ -333,15 +335,17 @@ class PleOffloadWorker:
                 return served
         raise ProtocolError(f"{peer}: expected one of the checkpoints {', '.join(names)}, found {checkpoint[:500]!r}.")
 
-    def _table(self, peer: str, served: Served, hello: Hello, layer: int) -> Table:
-        table = served.tables.get(layer)
+    def _table(self, peer: str, served: Served, wish: LayerWish) -> Table:
+        table = served.tables.get(wish.layer)
         if table is None:
-            raise ProtocolError(f"{peer}: {served.path}: expected a layer of {sorted(served.tables)}, found {layer}.")
-        mine = self._fingerprints[id(table)]
-        if hello.fingerprint and len(hello.layers) == 1 and hello.fingerprint != mine:
             raise ProtocolError(
-                f"{peer}: {served.path}: expected the table with fingerprint {hello.fingerprint}, found {mine}. "
-                "The engine and the worker were given different checkpoints."
+                f"{peer}: {served.path}: expected a layer of {sorted(served.tables)}, found {wish.layer}."
+            )
+        mine = self._fingerprints[id(table)]
+        if wish.fingerprint not in ("", mine):
+            raise ProtocolError(
+                f"{peer}: {served.path} layer {wish.layer}: expected the table with fingerprint {wish.fingerprint[:100]}, "
+                f"found {mine}. The engine and the worker were given different checkpoints."
             )
         return table
 
@@ -374,11 +378,12 @@ class PleOffloadWorker:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def _serve_a_round(self) -> None:
-        for lane, step in self._turns:
-            self._serve(lane, step)
-            self._beat()
-            self._poll(0)
+    def _serve_next(self) -> bool:
+        """Serve one step of the lane whose turn it is; False when there is none."""
+        turn = self._turns.next()
+        if turn is not None:
+            self._serve(*turn)
+        return turn is not None
 
     def _serve(self, lane: Lane, step: int) -> None:
         """Look one step up and deliver it to every TP rank, or tell each of them why not."""

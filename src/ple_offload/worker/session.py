@@ -7,7 +7,6 @@ said Hello, and stays so: a rank that goes leaves the others served, and may com
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ple_offload.errors import ProtocolError
@@ -30,6 +29,11 @@ class Lane:
 
     def targets(self) -> list[Rank]:
         return [rank for (dp_rank, _), rank in sorted(self.session.ranks.items()) if dp_rank == self.dp_rank]
+
+    def has_more(self, step: int) -> bool:
+        """Whether steps behind this one were announced."""
+        rank = self.tp_rank_0()
+        return rank is not None and rank.announced > step
 
     def ready_step(self) -> int | None:
         """The next step that can be served now: announced, and its slot released by every TP rank that is there."""
@@ -101,7 +105,7 @@ class Session:
 
 
 class Turns:
-    """Round robin over the lanes that have something to do, one step each."""
+    """Round robin over the lanes that may have something to do, one step each."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Lane] = {}  # by identity, in the order of their turn
@@ -111,14 +115,19 @@ class Turns:
             lane.rung_at_s = time.monotonic()
             self._waiting[id(lane)] = lane
 
-    def __iter__(self) -> Iterator[tuple[Lane, int]]:
-        """The lanes that can be served now, one step each; a lane that has more stays, behind the others."""
-        for key, lane in list(self._waiting.items()):
+    def next(self) -> tuple[Lane, int] | None:
+        """The next lane that can be served, and its step; a lane that has more queues up behind the others.
+
+        A lane that cannot be served is dropped: what changes that (a new step, a released slot) rings again.
+        """
+        while self._waiting:
+            lane = self._waiting.pop(next(iter(self._waiting)))
             step = lane.ready_step()
-            self._waiting.pop(key, None)
             if step is not None:
-                yield lane, step
-                self.ring(lane)
+                if lane.has_more(step):
+                    self.ring(lane)
+                return lane, step
+        return None
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
