@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from ple_offload.errors import UsageError
@@ -43,7 +44,7 @@ class ConnectorConfig:
     request: "tokens" sends token ids, the worker hashes; "rows" sends row numbers.
     output: how rows travel: "stored" as their bytes, decoded by the reader; "values" decoded by the worker.
     checkpoint: which of the worker's checkpoints; may be empty where it serves one.
-    fingerprint: of the one table expected (`ple_offload.spec.fingerprint`), "" for any.
+    fingerprints: of the tables expected, by decoder layer (`ple_offload.spec.fingerprint`); a layer left out takes any.
     """
 
     max_num_tokens: int
@@ -59,7 +60,7 @@ class ConnectorConfig:
     request: str = "tokens"
     output: str = "stored"
     checkpoint: str = ""
-    fingerprint: str = ""
+    fingerprints: Mapping[int, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

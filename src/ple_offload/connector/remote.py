@@ -90,7 +90,6 @@ class RemoteTransport:
         hello = Hello(
             version=PROTOCOL_VERSION,
             checkpoint=config.checkpoint,
-            fingerprint=config.fingerprint,
             session=config.session,
             epoch=epoch,
             worker_id=config.worker_id,
@@ -99,7 +98,7 @@ class RemoteTransport:
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
             request=config.request,
-            layers=[LayerWish(p.layer, "stored" if config.output == "stored" else p.dtype) for p in self._ports],
+            layers=[self._wish(port) for port in self._ports],
             max_num_tokens=config.max_num_tokens,
             max_num_reqs=config.max_num_reqs,
             slots=self._slots,
@@ -127,6 +126,10 @@ class RemoteTransport:
         self._heartbeat = np.uint64(heartbeat.address)
         self._await(Ready, deadline, "every rank of the session")
         self._prepare_readers()
+
+    def _wish(self, port: PortSpec) -> LayerWish:
+        output = "stored" if self._config.output == "stored" else port.dtype
+        return LayerWish(port.layer, output, self._config.fingerprints.get(port.layer, ""))
 
     def _make_region(self) -> tuple[int, int]:
         """Allocate and map the region; returns its descriptor and the doorbell's, both closed by `close`."""

@@ -37,6 +37,7 @@ class LayerWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     layer: int  # decoder layer, from 0
     output: str  # "stored": the rows' bytes; or "bf16", "fp16", "fp32": decoded values
+    fingerprint: str = ""  # of the table the client expects (`spec.fingerprint`); "" for any
 
 
 class LayerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +69,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     version: int
     checkpoint: str  # which of the worker's checkpoints: its path or name; "" where there is only one
-    fingerprint: str  # of the table the client expects (`spec.fingerprint`); "" for any
     session: str  # one engine on this host; the ranks of an engine agree on it
     epoch: int  # 1..32767, higher than any earlier connection's of this rank
     worker_id: int  # the rank's number among all workers of the engine, pipeline ranks counted
