@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -116,7 +115,7 @@ class Table:
         self._value_dtype = spec.format.value_dtype
         self._no_context = np.full((1, self.context_len), spec.family.filler, np.int64)
         self._gathers: dict[str, Gather] = {}
-        self._pid = os.getpid()
+        self._pid = native.pid
         self._failure: str | None = None
         self._users = 0  # lookups running now; close waits for them
         self._lock = threading.Lock()  # of the two above
@@ -180,7 +179,7 @@ class Table:
         ids, starts, context = self._step(input_ids, query_start_loc, ngram_context)
         shape = (int(starts[-1]), self.rows_per_token)
         result, array = _output(out, shape, np.dtype(np.int64), _is_torch(input_ids))
-        self._row_numbers(ids, starts, context, array)
+        self.row_numbers_into(ids, starts, context, array)
         return result
 
     def gather(self, rows: Any, *, dtype: Any = None, out: Any = None) -> Any:
@@ -192,7 +191,7 @@ class Table:
         name = "stored" if isinstance(dtype, str) and dtype == "stored" else self._dtype_name(dtype)
         width, value_dtype = self._row_of(name)
         result, array = _output(out, (*numbers.shape, width), value_dtype, _is_torch(rows))
-        self._gather(np.ascontiguousarray(numbers, np.int64).reshape(-1), name, array)
+        self.gather_into(numbers.reshape(-1), name, array)
         return result
 
     def lookup(
@@ -210,8 +209,8 @@ class Table:
         num_tokens = int(starts[-1])
         result, array = _output(out, (num_tokens, self.embed_dim), VALUE_DTYPES[name], _is_torch(input_ids))
         rows = np.empty((num_tokens, self.rows_per_token), np.int64)
-        self._row_numbers(ids, starts, context, rows)
-        self._gather(rows.reshape(-1), name, array)
+        self.row_numbers_into(ids, starts, context, rows)
+        self.gather_into(rows.reshape(-1), name, array)
         return result
 
     def prepare(self, dtype: Any) -> None:
@@ -255,12 +254,7 @@ class Table:
             starts = _integers("query_start_loc", query_start_loc, ndim=1)
             if starts.size == 0:
                 raise UsageError("query_start_loc: expected num_reqs + 1 values, found none.")
-            bad = bad_query_start_loc(starts, ids.size)
-            if bad >= 0:
-                raise UsageError(
-                    f"query_start_loc[{bad}] = {starts[bad]}: expected values that start at 0, never fall and end at "
-                    f"most at {ids.size}, the number of ids."
-                )
+            self.check_query_start_loc(starts, ids.size)
         shape = (starts.size - 1, self.context_len)
         if ngram_context is None:
             context = self._no_context if shape[0] == 1 else self._no_context.repeat(shape[0], axis=0)
@@ -272,13 +266,25 @@ class Table:
                 )
         return ids, starts, context
 
-    def _row_numbers(
+    # ---- lookups of callers in this package that hold int64 C-contiguous arrays of the right shapes: no conversions
+
+    def check_query_start_loc(self, starts: npt.NDArray[np.int64], num_ids: int) -> None:
+        """Raise UsageError for offsets that do not start at 0, fall, or end beyond `num_ids`."""
+        bad = bad_query_start_loc(starts, num_ids)
+        if bad >= 0:
+            raise UsageError(
+                f"query_start_loc[{bad}] = {starts[bad]}: expected values that start at 0, never fall and end at most "
+                f"at {num_ids}, the number of ids."
+            )
+
+    def row_numbers_into(
         self,
         ids: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
         context: npt.NDArray[np.int64],
         out: npt.NDArray[np.int64],
     ) -> None:
+        """`row_numbers` into out [starts[-1], rows_per_token]; `starts` was checked."""
         family = self.spec.family
         bad = family.row_numbers(ids, starts, context, out)
         if bad >= 0:
@@ -293,8 +299,8 @@ class Table:
                 "Placeholders (-1) and ids of another vocabulary cannot be looked up."
             )
 
-    def _gather(self, rows: npt.NDArray[np.int64], name: str, out: npt.NDArray[Any]) -> None:
-        """Gather into `out`, of any shape with rows.size rows of values."""
+    def gather_into(self, rows: npt.NDArray[np.int64], name: str, out: npt.NDArray[Any]) -> None:
+        """`gather` of flat row numbers as "bf16", "fp16", "fp32" or "stored" into `out`, of any shape of that many rows."""
         gather = self._gathers.get(name) or self._gather_to(name)
         values = out.reshape(rows.size, self._row_of(name)[0])
         faults = self._enter()
@@ -322,7 +328,7 @@ class Table:
 
     def _enter(self) -> int:
         """Begin a read of the store; raises when the table can no longer be read. Returns the faults so far."""
-        if os.getpid() != self._pid:  # asked here, so that the name is not put together in every lookup
+        if native.pid != self._pid:  # asked here, so that the name is not put together in every lookup
             native.check_not_forked(self._pid, f"table {self.spec.name}")
         with self._lock:
             if self._failure is None and time.monotonic() >= self._next_check_s:

@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.inline import InlineTransport
 from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
-from ple_offload.errors import PleOffloadError, StepError, UsageError
+from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError, UsageError
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.table import Table
 
@@ -106,7 +106,8 @@ class PleOffloadConnector:
         self._ports, self._address, self._tables, self._epoch = ports, address, tables, 0
         self._step = 0
         self._flight: deque[Step] = deque()
-        self._locals: deque[int] = deque()  # tokens of `signal_dummy_outputs` not yet taken
+        self._dummies: deque[Step] = deque()  # of `signal_dummy_outputs`, not yet taken by every layer
+        self._released = 0
         self._unreported: PleOffloadError | None = None
         self._failures: dict[int, PleOffloadError] = {}
         self._closed = False
@@ -124,15 +125,12 @@ class PleOffloadConnector:
             context_len = next(iter(facts.values())).context_len
             self._sources.check(config, context_len, {layer: fact.rows_per_token for layer, fact in facts.items()})
             self._arrays = self._sources.arrays([port.layer for port in ports])
-            staging = config.staging
-            if staging == "auto":
-                staging = "mirror" if self._sources.device().type == "cpu" else "async"
-            self.staging = staging
+            # all sources are on the CPU, or `check` would have refused them
+            self.staging = staging = "mirror" if config.staging == "auto" else config.staging
             self._depth = 1 if staging == "mirror" else config.max_concurrent_batches
             for index, layer in enumerate(self._layers):
                 registry.add(layer.number, self, index)
-            self._atexit = weakref.WeakMethod(self.close)
-            atexit.register(_close_at_exit, self._atexit)
+            _open.add(self)
         except BaseException:
             self.close()
             raise
@@ -156,7 +154,9 @@ class PleOffloadConnector:
         """
         self._step += 1
         self.raise_unreported()
-        if len(self._flight) >= self._depth:
+        # a failed `prepare_forward` leaves a gap in the numbers; slots follow the numbers, so the window does too
+        window = self._step - self._flight[0].number if self._flight else 0
+        if len(self._flight) >= self._depth or window >= self.config.max_concurrent_batches:
             raise UsageError(
                 f"step {self._step}: expected at most {self._depth} batches in flight (staging {self.staging!r}, "
                 f"max_concurrent_batches {self.config.max_concurrent_batches}), found one more. Call release_outputs first."
@@ -168,7 +168,9 @@ class PleOffloadConnector:
             if not 0 <= value <= most:
                 raise UsageError(f"step {self._step}: {name}: expected 0 to {most}, found {value}.")
         step = Step(self._step, num_tokens, dummy_run)
+        self._dummies.clear()  # no forward came for them, and this step's must not get their zeros
         if not dummy_run:
+            self._release_up_to(self._flight[0].number - 1 if self._flight else step.number - 1)
             self._publish(step, num_reqs)
         self._flight.append(step)
         return step.number
@@ -199,11 +201,14 @@ class PleOffloadConnector:
         return max(0, int(self._arrays.query_start_loc[num_reqs]))
 
     def signal_dummy_outputs(self, num_tokens: int) -> None:
-        """Satisfy the next forward with zeros, for warm-up and graph capture; counts no step."""
+        """Satisfy the next forward with zeros, for warm-up and graph capture; counts no step.
+
+        A `prepare_forward` before that forward takes it back: a real step never gets a dummy's zeros.
+        """
         self.raise_unreported()
         if not 0 <= num_tokens <= self.config.max_num_tokens:
             raise UsageError(f"num_tokens: expected 0 to {self.config.max_num_tokens}, found {num_tokens}.")
-        self._locals.append(num_tokens)
+        self._dummies.append(Step(0, num_tokens, dummy=True))
 
     def deliver(self, index: int, num_rows: int) -> torch.Tensor:
         """The rows of the `index`-th layer for its next step: a fresh tensor [num_rows, embed_dim].
@@ -216,8 +221,8 @@ class PleOffloadConnector:
         values = np.empty((num_rows, port.embed_dim), VALUE_DTYPES[port.dtype])
         out = torch.from_numpy(values.view(_CARRIERS[port.dtype])).view(_TORCH_DTYPES[port.dtype])
         step = next((step for step in self._flight if index not in step.taken), None)
-        if self._locals and (step is None or not step.taken):
-            self._take_local(index)
+        if self._dummies and (step is None or not step.taken):
+            self._take_dummy(index)
             return out.zero_()
         if step is None:
             error = StepError(
@@ -247,10 +252,12 @@ class PleOffloadConnector:
             values[tokens:] = 0
         return out
 
-    def _take_local(self, index: int) -> None:
-        """One `signal_dummy_outputs` satisfies every layer once; the last layer uses it up."""
-        if index == len(self._layers) - 1:
-            self._locals.popleft()
+    def _take_dummy(self, index: int) -> None:
+        """One `signal_dummy_outputs` satisfies every layer once, in any order."""
+        dummy = next((dummy for dummy in self._dummies if index not in dummy.taken), self._dummies[-1])
+        dummy.taken.add(index)
+        if len(self._dummies[0].taken) == len(self._layers):
+            self._dummies.popleft()
 
     def check(self, step: int | None = None) -> None:
         """Raise what made `step` (default: any step so far) deliver NaN; must precede the use of its tokens.
@@ -271,8 +278,14 @@ class PleOffloadConnector:
         if self._flight:
             step = self._flight.popleft()
             self._failures = {n: e for n, e in self._failures.items() if n > step.number - 1000}
-            self._transport.release(step.number)
+            self._release_up_to(self._flight[0].number - 1 if self._flight else step.number)
         self.raise_unreported()
+
+    def _release_up_to(self, number: int) -> None:
+        """Tell the transport that every step up to `number` is consumed, or was never published."""
+        if number > self._released:
+            self._released = number
+            self._transport.release(number)
 
     def _fail(self, step: Step, error: PleOffloadError) -> None:
         step.error = error
@@ -298,9 +311,13 @@ class PleOffloadConnector:
         if self._closed:
             raise UsageError("the connector is closed.")
         self._transport.close()
+        for step in self._flight:
+            if step.error is None and not step.dummy and len(step.taken) < len(self._layers):
+                self._failures[step.number] = ConnectionLostError(f"step {step.number}: given up by `reconnect`.")
         self._flight.clear()
-        self._locals.clear()
+        self._dummies.clear()
         self._unreported = None
+        self._released = 0
         self._transport = self._connect()
 
     def close(self) -> None:
@@ -310,6 +327,7 @@ class PleOffloadConnector:
         self._closed = True
         for layer in self._layers:
             registry.remove(layer.number, self)
+        _open.discard(self)
         self._transport.close()
         self._flight.clear()
 
@@ -320,10 +338,13 @@ class PleOffloadConnector:
         self.close()
 
 
-def _close_at_exit(method: weakref.WeakMethod[Any]) -> None:
-    close = method()
-    if close is not None:
-        close()
+_open: weakref.WeakSet[PleOffloadConnector] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for connector in list(_open):
+        connector.close()
 
 
 def _port(layer: OffloadLayer) -> PortSpec:

@@ -44,8 +44,8 @@ from ple_offload.ipc.region import BLOCK_ROWS, HEAD_WORDS, PAGE, Layout
 from ple_offload.memory import memfd
 from ple_offload.memory.mapping import Mapping
 
-# Spinning costs the core, sleeping costs the waking (about 10 us): spin for about as long.
-SPINS = 400
+# Spinning costs the core, sleeping costs the waking (10 to 50 us, in a virtual machine): spin for about 100 us.
+SPINS = 2000
 SLICE_NS = 20_000_000  # between two looks at the socket and the heartbeat
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, UsageError
 from ple_offload.formats import VALUE_DTYPES
@@ -372,7 +373,7 @@ class PleOffloadWorker:
         rank.close()
         if reason:
             session.counters.lost_ranks += 1
-            for other in session.lanes[rank.hello.dp_rank].targets():
+            for other in session.lanes[rank.hello.dp_rank].targets:
                 other.channel.send(RankLost(rank.hello.dp_rank, rank.hello.tp_rank))
         self._turns.ring(session.lanes[rank.hello.dp_rank])  # it may have been the one the others waited for
 
@@ -390,7 +391,7 @@ class PleOffloadWorker:
         rank = lane.tp_rank_0()
         if rank is None:
             return
-        session, targets = lane.session, lane.targets()
+        session, targets = lane.session, lane.targets
         session.counters.queue_s += max(0.0, time.monotonic() - lane.rung_at_s)
         rank.served = step
         started = time.monotonic()
@@ -399,7 +400,7 @@ class PleOffloadWorker:
             inputs = rank.inputs(step)
             for i, (wish, table) in enumerate(zip(session.first.layers, session.tables, strict=True)):
                 layer = wish.layer
-                rows = inputs[i] if rank.hello.request == "rows" else table.row_numbers(*inputs)
+                rows = inputs[i] if rank.hello.request == "rows" else _row_numbers(table, inputs)
                 self._deliver(targets, i, step, table, rows.reshape(-1), wish.output)
                 counters = session.layers[layer]
                 counters.steps += 1
@@ -427,10 +428,7 @@ class PleOffloadWorker:
             part = rows[first : first + BLOCK_ROWS]
             span = slice(first * width, (first + part.size) * width)
             out = outputs[0][span]
-            if output == "stored":
-                table.gather(part, dtype="stored", out=out.reshape(part.size, width))
-            else:
-                table.gather(part, dtype=output, out=out.view(_value_dtype(output)).reshape(part.size, table.row_dim))
+            table.gather_into(part, output, out if output == "stored" else out.view(_value_dtype(output)))
             for other in outputs[1:]:
                 other[span] = out
             for target in targets:
@@ -463,6 +461,15 @@ def _token_bytes(table: Table, output: str) -> int:
     if output == "stored":
         return table.rows_per_token * table.spec.row_bytes
     return table.embed_dim * _value_dtype(output).itemsize
+
+
+def _row_numbers(table: Table, inputs: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Row numbers [num_tokens, rows_per_token] of a step's copied inputs."""
+    ids, starts, context = inputs
+    table.check_query_start_loc(starts, ids.size)
+    rows = np.empty((int(starts[-1]), table.rows_per_token), np.int64)
+    table.row_numbers_into(ids, starts, context, rows)
+    return rows
 
 
 def _empty(fd: int) -> None:

@@ -23,12 +23,10 @@ class Lane:
     session: Session
     dp_rank: int
     rung_at_s: float = 0.0  # when the doorbell was last heard
+    targets: list[Rank] = field(default_factory=list)  # the TP ranks that are there, in order
 
     def tp_rank_0(self) -> Rank | None:
-        return self.session.ranks.get((self.dp_rank, 0))
-
-    def targets(self) -> list[Rank]:
-        return [rank for (dp_rank, _), rank in sorted(self.session.ranks.items()) if dp_rank == self.dp_rank]
+        return self.targets[0] if self.targets and self.targets[0].hello.tp_rank == 0 else None
 
     def has_more(self, step: int) -> bool:
         """Whether steps behind this one were announced."""
@@ -41,7 +39,7 @@ class Lane:
         step = rank.next_step() if rank is not None and self.session.ready else None
         if step is None:
             return None
-        return step if all(step - target.released <= target.hello.slots for target in self.targets()) else None
+        return step if all(step - target.released <= target.hello.slots for target in self.targets) else None
 
 
 @dataclass
@@ -96,9 +94,15 @@ class Session:
         self.ranks[key] = rank
         self.epochs[key] = rank.hello.epoch
         self.counters.connections += 1
+        self._update_lane(rank)
 
     def remove(self, rank: Rank) -> None:
         self.ranks = {key: other for key, other in self.ranks.items() if other is not rank}
+        self._update_lane(rank)
+
+    def _update_lane(self, rank: Rank) -> None:
+        dp_rank = rank.hello.dp_rank
+        self.lanes[dp_rank].targets = [self.ranks[key] for key in sorted(self.ranks) if key[0] == dp_rank]
 
     def complete(self) -> bool:
         return len(self.ranks) == self.first.dp_size * self.first.tp_size
