@@ -16,7 +16,7 @@ import pytest
 
 import ple_offload
 from checkpoint import tiny
-from ple_offload import ForkError, MemoryLimitError, StoreError, Table, TokenIdError, UsageError, open_table
+from ple_offload import ForkError, MemoryLimitError, StoreError, Table, TokenIdError, UsageError, native, open_table
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.memory import limits
 
@@ -262,7 +262,7 @@ def test_a_file_that_changes_closes_the_table_for_good(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_is_told_to_open_its_own(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(native, "pid", 1)
     with pytest.raises(ForkError, match="open it again in the child"):
         table.lookup([1])
 

@@ -71,11 +71,23 @@ def parallel_turn() -> Iterator[bool]:
             _turn.release()
 
 
+# This process; kept right by a hook, because every lookup compares it and asking the kernel takes as long as a lock.
+pid = os.getpid()
+
+
+def _after_fork() -> None:
+    global pid
+    pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def check_not_forked(owner_pid: int, what: str) -> None:
     """Raise ForkError when this process is not the one that made `what`."""
-    if os.getpid() != owner_pid:
+    if pid != owner_pid:
         raise ForkError(
-            f"{what}: opened in process {owner_pid}, used in its forked child {os.getpid()}. Compiled parallel code "
+            f"{what}: opened in process {owner_pid}, used in its forked child {pid}. Compiled parallel code "
             "does not survive a fork; open it again in the child, or start the child with spawn."
         )
 
