@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 
 from ple_offload.errors import UsageError
 
+MAX_LIMIT_S = 1_000_000  # no wait is without a limit
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -27,8 +29,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if not getattr(self, item.name) >= 0:
-                raise UsageError(f"Limits.{item.name}: expected seconds >= 0, found {getattr(self, item.name)!r}.")
+            if not 0 <= getattr(self, item.name) <= MAX_LIMIT_S:
+                raise UsageError(
+                    f"Limits.{item.name}: expected 0 to {MAX_LIMIT_S} seconds, found {getattr(self, item.name)!r}."
+                )
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class ConnectorConfig:
             ("dp_rank", 0, self.dp_size - 1),
             ("tp_rank", 0, self.tp_size - 1),
             ("max_concurrent_batches", 1, 64),
+            ("worker_id", -1, 1 << 20),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ple_offload.connector.base import Inputs, PortSpec
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.errors import PleOffloadError, StepError, StoreError, UsageError
+from ple_offload.spec import fingerprint
 from ple_offload.table import Table
 
 
@@ -22,6 +23,13 @@ class InlineTransport:
         if missing:
             raise UsageError(f"worker 'inline': expected open tables for layers {missing}, found {sorted(tables)}.")
         self._tables = [tables[port.layer] for port in ports]
+        for table in self._tables:
+            expected = config.fingerprints.get(table.spec.layer, "")
+            if expected and expected != (found := fingerprint(table.spec)):
+                raise UsageError(
+                    f"layer {table.spec.layer}: expected the table with fingerprint {expected}, found {found}. "
+                    "The engine and the table were given different checkpoints."
+                )
         self._ports = ports
         self._config = config
         self.facts = [table.facts() for table in self._tables]

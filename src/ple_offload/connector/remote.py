@@ -212,6 +212,7 @@ class RemoteTransport:
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def inputs(self, step: int) -> Inputs:
+        self._raise_if_lost()  # after `close` the region is no longer mapped
         return self._inputs[step % self._slots]
 
     def publish(self, step: int, num_reqs: int, num_tokens: int) -> None:
@@ -233,7 +234,8 @@ class RemoteTransport:
         slot, gather = step % self._slots, self._gathers[layer][step % self._slots]
         values = out.reshape(rows, -1) if rows else out
         expected = np.uint64(words.flag(self._epoch, step))
-        for block, first in enumerate(range(0, rows, BLOCK_ROWS)):
+        # a step without rows has a flag as well: it may have failed
+        for block, first in enumerate(range(0, max(1, rows), BLOCK_ROWS)):
             address = np.uint64(self._region.address + self.layout.flag(layer, slot, block))
             if not words.wait_flag(address, expected, self._waiters, SPINS, SLICE_NS):
                 self._wait(address, expected, step)

@@ -53,9 +53,6 @@ class Sources:
             for name, (source, shape) in tokens.items():
                 if name != "ngram_context" or context_len:
                     _check(name, source, shape)
-        devices = {str(source.device) for source in self.given()}
-        if len(devices) > 1:
-            raise UsageError(f"sources: expected all on one device, found {', '.join(sorted(devices))}.")
 
     def arrays(self, layers: Sequence[int]) -> Inputs:
         """NumPy views of CPU sources: they cost a tenth of slicing tensors, and follow what is written to the tensors."""
@@ -65,20 +62,14 @@ class Sources:
         rows = [(self.row_numbers or {})[layer].numpy() for layer in layers] if self.row_numbers else []
         return Inputs(own[0].numpy(), own[1].numpy(), context.numpy(), rows)
 
-    def given(self) -> list[torch.Tensor]:
-        own = (self.input_ids, self.query_start_loc, self.ngram_context)
-        return [source for source in own if source is not None] + list((self.row_numbers or {}).values())
-
-    def device(self) -> torch.device:
-        return self.given()[0].device
-
 
 def _check(name: str, source: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    wanted = f"a tensor of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
+    wanted = f"a CPU tensor of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
     if source is None:
         raise UsageError(f"{name}: expected {wanted}, found None.")
     fits = (
-        source.dtype in INTEGERS
+        source.device.type == "cpu"
+        and source.dtype in INTEGERS
         and source.dim() == len(shape)
         and source.shape[0] >= shape[0]
         and tuple(source.shape[1:]) == shape[1:]

@@ -2,7 +2,7 @@
 
 One thread does everything in turn, so a step is never served twice, nothing needs a lock, and a lookup is interrupted by
 nobody. Between two steps it looks at its descriptors, so that no rank starves another. It sleeps in epoll when nothing is
-announced, waking once a second for its heartbeat.
+announced, waking four times a second for its heartbeat.
 
 The life of a connection: accepted -> peer's uid checked -> Hello within HELLO_LIMIT_S -> region mapped -> Welcome -> Ready
 when the session is complete -> steps -> end. Whatever a peer does wrong ends its own connection, with a Refused that says
@@ -61,7 +61,7 @@ from ple_offload.worker.session import Lane, Session, Turns
 log = logging.getLogger(__name__)
 
 HELLO_LIMIT_S = 5.0
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.25  # well below the shortest limit a client may reasonably have for a silent worker
 OVERFLOW_UID = 65534  # how a peer of another user namespace reads
 OUTPUTS = ("stored", "bf16", "fp16", "fp32")
 DUPLICATES_EVERY_S = 0.1
@@ -316,7 +316,7 @@ class PleOffloadWorker:
             old = session
             session = Session(hello.session, tables, hello)
             if old is not None:
-                session.epochs, session.counters = old.epochs, old.counters
+                session.counters = old.counters
                 session.layers.update({k: v for k, v in old.layers.items() if k in session.layers})
         elif session.tables != tables:
             raise ProtocolError(f"{channel.peer}: session {hello.session!r} reads other tables.")
@@ -356,6 +356,8 @@ class PleOffloadWorker:
             received = rank.channel.receive(0)
             if received is None:
                 return
+            for fd in received[1]:
+                os.close(fd)
             if not isinstance(received[0], Goodbye):
                 raise ProtocolError(f"{rank.channel.peer}: expected a Goodbye, found {type(received[0]).__name__}.")
             reason = ""
@@ -424,7 +426,7 @@ class PleOffloadWorker:
         width = table.spec.row_bytes if output == "stored" else _token_bytes(table, output) // table.rows_per_token
         num_tokens = rows.size // table.rows_per_token
         outputs = [target.output(i, step, num_tokens) for target in targets]
-        for block, first in enumerate(range(0, rows.size, BLOCK_ROWS)):
+        for block, first in enumerate(range(0, max(1, rows.size), BLOCK_ROWS)):  # no rows: the flag says they are right
             part = rows[first : first + BLOCK_ROWS]
             span = slice(first * width, (first + part.size) * width)
             out = outputs[0][span]
