@@ -5,6 +5,7 @@ array starts at a multiple of 64 bytes, each output at a page.
 
     words   announced   client   the last step it has published (a dummy step is none)
             released    client   every step up to this one has been consumed; its slot may be written again
+            waited      client   ns it has waited for flags since it connected; for the worker's figures only
             waiters     client   1 while it sleeps on a flag of this region
     flags   [layers][slots][blocks]                     worker   see ipc/words.py; one per block of rows
     inputs  [slots] (TP rank 0 only)                    client
@@ -28,6 +29,7 @@ from ple_offload.ipc.messages import Hello
 BLOCK_ROWS = 4096
 PAGE = 4096
 WORD_ANNOUNCED, WORD_RELEASED, WORD_WAITERS = 0, 8 * 8, 16 * 8  # byte offsets: a cache line each
+WORD_WAITED = 9 * 8  # written together with `released`
 _WORDS_BYTES = 24 * 8
 HEAD_WORDS = 8
 
