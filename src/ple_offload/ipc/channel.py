@@ -22,6 +22,7 @@ from ple_offload.ipc.messages import DESCRIPTORS, MAX_MESSAGE_BYTES, Message
 
 MAX_DESCRIPTORS = 4  # more than any message carries
 MAX_PATH_BYTES = 107
+MAX_UNREAD = 1000  # messages of a peer that are thrown away at the end; more than a socket holds
 
 
 def parse_address(address: str) -> str:
@@ -39,7 +40,7 @@ def parse_address(address: str) -> str:
 
 def peer_uid(sock: socket.socket) -> int:
     """The uid of the process at the other end, as this user namespace sees it."""
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(uid)
 
 
@@ -97,9 +98,7 @@ class Channel:
         if not poll.poll(max(0, round(timeout_s * 1000))):
             return None
         try:
-            packet, ancillary, flags, _ = self._sock.recvmsg(
-                MAX_MESSAGE_BYTES + 1, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4), socket.MSG_CMSG_CLOEXEC
-            )
+            packet, ancillary, flags = self._next_packet()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -126,6 +125,26 @@ class Channel:
             raise
         return message, tuple(received)
 
+    def _next_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
+        for last_try in (False, True):
+            try:
+                packet, ancillary, flags, _ = self._sock.recvmsg(
+                    MAX_MESSAGE_BYTES + 1, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4), socket.MSG_CMSG_CLOEXEC
+                )
+                break
+            except (
+                ConnectionResetError
+            ):  # said once, when the peer left messages unread; its own are still in the queue
+                if last_try:
+                    raise
+        return packet, ancillary, flags
+
     def close(self) -> None:
+        """Close, in a way that lets the peer read what it was sent last: unread messages would take its place."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+            for _ in range(MAX_UNREAD):
+                if not self._sock.recv(1):  # without room for descriptors: the kernel closes them
+                    break
         with contextlib.suppress(OSError):
             self._sock.close()
