@@ -103,7 +103,7 @@ class PleOffloadConnector:
             raise UsageError(
                 f"model: expected one PleOffloadLayer for a decoder layer, found {[p.layer for p in ports]}."
             )
-        self._ports, self._address, self._tables, self._epoch = ports, address, tables, 0
+        self._ports, self._address, self._tables = ports, address, tables
         self._step = 0
         self._flight: deque[Step] = deque()
         self._dummies: deque[Step] = deque()  # of `signal_dummy_outputs`, not yet taken by every layer
@@ -138,8 +138,9 @@ class PleOffloadConnector:
     def _connect(self) -> Transport:
         if self._address == "inline":
             return InlineTransport(self.config, self._ports, self._tables or {})
-        self._epoch += 1
-        return RemoteTransport(self.config, self._ports, self._address, self._epoch)
+        transport = RemoteTransport(self.config, self._ports, self._address, self._step)
+        self._step = transport.counted
+        return transport
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -306,7 +307,8 @@ class PleOffloadConnector:
     def reconnect(self) -> None:
         """Give the connection up and make a new one, with new buffers; steps in flight have failed and are dropped.
 
-        Every rank of a session that lost its worker reconnects. Step numbers go on.
+        Every rank of a session that lost its worker reconnects, and every rank of a DP group that lost one. Step numbers go
+        on, from the highest that any rank of the group has counted.
         """
         if self._closed:
             raise UsageError("the connector is closed.")

@@ -52,9 +52,12 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class RemoteTransport:
-    """See connector/base.py. The constructor returns once the session is ready, or raises and leaves nothing behind."""
+    """See connector/base.py. The constructor returns once the session is ready, or raises and leaves nothing behind.
 
-    def __init__(self, config: ConnectorConfig, ports: Sequence[PortSpec], address: str, epoch: int) -> None:
+    step: the last one this rank has counted. `counted`: the last one any rank of its DP group has; steps go on from there.
+    """
+
+    def __init__(self, config: ConnectorConfig, ports: Sequence[PortSpec], address: str, step: int = 0) -> None:
         self._config = config
         self._address = address
         self._limits = config.limits
@@ -66,14 +69,14 @@ class RemoteTransport:
         self._closing: str | None = None
         self.worker = f"worker at {address}"
         try:
-            self._connect(epoch)
+            self._connect(step)
         except BaseException:
             self._resources.close()
             raise
 
     # ---- connecting -----------------------------------------------------------------------------------------------
 
-    def _connect(self, epoch: int) -> None:
+    def _connect(self, step: int) -> None:
         config, deadline = self._config, time.monotonic() + self._limits.ready_s
         self._channel = Channel.connect(self._address, self._limits.connect_s)
         self._resources.callback(self._channel.close)
@@ -91,7 +94,7 @@ class RemoteTransport:
             version=PROTOCOL_VERSION,
             checkpoint=config.checkpoint,
             session=config.session,
-            epoch=epoch,
+            step=step,
             worker_id=config.worker_id,
             dp_rank=config.dp_rank,
             dp_size=config.dp_size,
@@ -113,18 +116,18 @@ class RemoteTransport:
             for port, facts, row_format in zip(self._ports, self.facts, self._formats, strict=True)
         )
         self.layout = Layout.of(hello, token_bytes, rows_per_token)
-        self._epoch = epoch
         region_fd, doorbell_fd = self._make_region()
         if not self._channel.send(hello, (region_fd, doorbell_fd)):
             raise ConnectionLostError(f"{self.worker}: it does not take the Hello.")
-        _, (heartbeat_fd,) = self._await(Welcome, deadline, "a Welcome")
+        welcome, (heartbeat_fd,) = self._await(Welcome, deadline, "a Welcome")
+        self._epoch = welcome.epoch
         try:
             heartbeat = Mapping(heartbeat_fd, PAGE, what="heartbeat")
         finally:
             os.close(heartbeat_fd)
         self._resources.callback(heartbeat.close)
         self._heartbeat = np.uint64(heartbeat.address)
-        self._await(Ready, deadline, "every rank of the session")
+        self.counted: int = self._await(Ready, deadline, "every rank of the session")[0].step
         self._prepare_readers()
 
     def _wish(self, port: PortSpec) -> LayerWish:
@@ -272,13 +275,16 @@ class RemoteTransport:
                     os.close(fd)
                 if isinstance(message, StepFailed):
                     self._failed[message.step] = message.reason
-                elif isinstance(message, RankLost) and message.tp_rank == 0:
-                    self._give_up(f"TP rank 0 of DP rank {message.dp_rank}, which publishes the steps, has gone")
+                elif isinstance(message, RankLost):
+                    self._give_up(
+                        f"TP rank {message.tp_rank} of DP rank {message.dp_rank} has gone or connected anew: "
+                        "all ranks of its group must reconnect"
+                    )
                 elif isinstance(message, Closing):
                     self._closing = message.reason
                 elif isinstance(message, Refused):
                     self._give_up(f"it cut the connection: {message.reason}")
-                elif not isinstance(message, RankLost):
+                else:
                     self._give_up(f"it sent a {type(message).__name__} in the middle of the steps")
         except ConnectionLostError as error:
             if self._lost is None:

@@ -5,10 +5,12 @@
                                <-   Facts                    or Refused
     Hello  + region, doorbell  ->
                                <-   Welcome + heartbeat      or Refused, and the connection ends
-                               <-   Ready                    once every rank of the session has said Hello
+                               <-   Ready                    once every rank of the session has said Hello; later, once
+                                                             every rank of the DP group has
     (steps: shared memory only)
                                <-   StepFailed               one step's rows cannot be delivered; the next ones can
-                               <-   RankLost                 another rank of the same DP group has gone
+                               <-   RankLost                 another rank of the same DP group has gone: this connection
+                                                             ends too, and all ranks of the group connect anew
                                <-   Closing                  the worker stops; what was published is still served
     Goodbye                    ->                            the client is done; it expects nothing more
 
@@ -70,7 +72,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     version: int
     checkpoint: str  # which of the worker's checkpoints: its path or name; "" where there is only one
     session: str  # one engine on this host; the ranks of an engine agree on it
-    epoch: int  # 1..32767, higher than any earlier connection's of this rank
+    step: int  # the last step this rank has counted; 0 in a new process
     worker_id: int  # the rank's number among all workers of the engine, pipeline ranks counted
     dp_rank: int
     dp_size: int  # on this host
@@ -88,13 +90,17 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The region fits and is mapped; carries one descriptor: the heartbeat page, read-only."""
 
+    epoch: int  # 1..32767, of this connection: another one than this rank's connection before; part of every flag
+
 
 class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     reason: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    pass
+    """Steps may be published."""
+
+    step: int  # the highest `Hello.step` of the DP group: all its ranks count on from here
 
 
 class StepFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -103,6 +109,8 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class RankLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """This rank of the receiver's DP group has gone, or came anew; the worker closes the receiver's connection."""
+
     dp_rank: int
     tp_rank: int
 

@@ -26,10 +26,13 @@ from ple_offload.memory.mapping import PAGE_BYTES, Mapping
 class Rank:
     """The region of one rank, and the words in it that both sides read and write."""
 
-    def __init__(self, channel: Channel, hello: Hello, layout: Layout, region_fd: int, doorbell_fd: int) -> None:
+    def __init__(
+        self, channel: Channel, hello: Hello, epoch: int, layout: Layout, region_fd: int, doorbell_fd: int
+    ) -> None:
         """Maps the region and keeps the doorbell; the caller still owns both descriptors if this raises."""
         self.channel = channel
         self.hello = hello
+        self.epoch = epoch
         self.layout = layout
         _check_region(channel.peer, region_fd, layout.num_bytes)
         _check_doorbell(channel.peer, doorbell_fd)
@@ -40,13 +43,14 @@ class Rank:
         self._announced = np.uint64(base + region.WORD_ANNOUNCED)
         self._released = np.uint64(base + region.WORD_RELEASED)
         self._waiters = np.uint64(base + region.WORD_WAITERS)
-        self._flag_base = np.uint64(hello.epoch << 48)
+        self._flag_base = np.uint64(epoch << 48)
         self._bytes = self._mapping.view()
         slots = range(hello.slots if layout.has_inputs else 0)
         heads = [layout.input(slot) for slot in slots]
         self._heads = [self._bytes[at : at + region.HEAD_WORDS * 8].view(np.uint64) for at in heads]
         self._arrays = [self._views(slot) for slot in slots]
-        self.served = 0  # the last step that was looked up, or failed
+        self.served = 0  # the last step that was looked up, or failed; the first connection's steps begin at 1
+        self._began_after = 0
         self.name = f"session {hello.session!r} DP {hello.dp_rank} TP {hello.tp_rank}"
 
     @property
@@ -55,7 +59,11 @@ class Rank:
 
     @property
     def released(self) -> int:
-        return int(words.load_word(self._released))
+        return max(self._began_after, int(words.load_word(self._released)))
+
+    def begin(self, step: int) -> None:
+        """The steps of this connection come after `step`."""
+        self.served = self._began_after = step
 
     def next_step(self) -> int | None:
         """The oldest step that was announced and not served; steps that were dummies are none."""

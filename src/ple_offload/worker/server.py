@@ -44,7 +44,6 @@ from ple_offload.ipc.messages import (
     Hello,
     LayerWish,
     RankLost,
-    Ready,
     Refused,
     StepFailed,
     Welcome,
@@ -273,19 +272,15 @@ class PleOffloadWorker:
         os.close(descriptors[0])  # the map holds the region
         del self._hello_limits[channel.fileno()]
         self._forget(channel.fileno())
-        channel.send(Welcome(), (self._heartbeat_fd,))
-        session.add(rank)
         lane = session.lanes[rank.hello.dp_rank]
+        if lane.ready:
+            self._end_group(lane, rank.hello)
+        channel.send(Welcome(rank.epoch), (self._heartbeat_fd,))
         self._watch(channel.fileno(), lambda: self._hear(session, rank))
         # edge-triggered and never read: reading could block for ever on a descriptor that the client shares
         self._watch(rank.doorbell_fd, lambda: self._turns.ring(lane), select.EPOLLIN | select.EPOLLET)
-        log.info("%s connected (epoch %d)", rank.name, rank.hello.epoch)
-        if session.ready:
-            channel.send(Ready())
-        elif session.complete():
-            session.ready = True
-            for other in session.ranks.values():
-                other.channel.send(Ready())
+        log.info("%s connected (epoch %d)", rank.name, rank.epoch)
+        session.add(rank)
         self._turns.ring(lane)
 
     def _register(self, channel: Channel, hello: Hello, region_fd: int, doorbell_fd: int) -> tuple[Rank, Session]:
@@ -323,7 +318,7 @@ class PleOffloadWorker:
         session.check(hello, channel.peer)
         for table, wish in zip(tables, hello.layers, strict=True):
             table.prepare(wish.output)
-        rank = Rank(channel, hello, layout, region_fd, doorbell_fd)
+        rank = Rank(channel, hello, session.next_epoch(hello), layout, region_fd, doorbell_fd)
         self._sessions[hello.session] = session
         return rank, session
 
@@ -368,16 +363,28 @@ class PleOffloadWorker:
 
     def _remove(self, session: Session, rank: Rank, reason: str) -> None:
         log.log(logging.WARNING if reason else logging.INFO, "%s left%s", rank.name, f": {reason}" if reason else "")
+        lane = session.lanes[rank.hello.dp_rank]
+        self._disconnect(session, rank)
+        if reason:
+            session.counters.lost_ranks += 1
+        if lane.ready and (reason or rank.hello.tp_rank == 0):
+            self._end_group(lane, rank.hello)
+        self._turns.ring(lane)  # it may have been the one the others waited for
+
+    def _end_group(self, lane: Lane, lost: Hello) -> None:
+        """End the connections of a DP rank's ranks, since one of them is lost: they must come back together."""
+        lane.ready = False
+        for rank in list(lane.targets):
+            log.warning("%s: its group has lost TP rank %d, it must connect anew", rank.name, lost.tp_rank)
+            rank.channel.send(RankLost(lost.dp_rank, lost.tp_rank))
+            self._disconnect(lane.session, rank)
+
+    def _disconnect(self, session: Session, rank: Rank) -> None:
         self._forget(rank.channel.fileno())
         self._forget(rank.doorbell_fd)
         session.remove(rank)
         rank.channel.close()
         rank.close()
-        if reason:
-            session.counters.lost_ranks += 1
-            for other in session.lanes[rank.hello.dp_rank].targets:
-                other.channel.send(RankLost(rank.hello.dp_rank, rank.hello.tp_rank))
-        self._turns.ring(session.lanes[rank.hello.dp_rank])  # it may have been the one the others waited for
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -495,7 +502,7 @@ def _check_hello(peer: str, hello: Hello) -> None:
     """Refuse numbers that make no sense, before anything is computed from them."""
     _check_version(peer, hello.version)
     bounds = {
-        "epoch": (1, words.MAX_EPOCH),
+        "step": (0, words.MAX_STEP - 1),
         "dp_size": (1, 1024),
         "tp_size": (1, 1024),
         "dp_rank": (0, hello.dp_size - 1),

@@ -1,7 +1,9 @@
 """Sessions: which ranks belong together, when they are complete, and whose turn it is.
 
 A session is one engine on this host: dp_size x tp_size ranks, each with a connection of its own. It is ready when all have
-said Hello, and stays so: a rank that goes leaves the others served, and may come back with a higher epoch.
+said Hello, and stays so. The TP ranks of one DP rank are a group that begins and ends together, since they count the same
+steps: when one is lost the others' connections end too, and the group is served again when all its ranks have come
+back. The other DP ranks are served meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import time
 from dataclasses import dataclass, field
 
 from ple_offload.errors import ProtocolError
-from ple_offload.ipc.messages import Hello
+from ple_offload.ipc import words
+from ple_offload.ipc.messages import Hello, Ready
 from ple_offload.metrics import LayerCounters, SessionCounters
 from ple_offload.table import Table
 from ple_offload.worker.rank import Rank
@@ -23,6 +26,7 @@ class Lane:
     session: Session
     dp_rank: int
     rung_at_s: float = 0.0  # when the doorbell was last heard
+    ready: bool = False  # its ranks were told to begin
     targets: list[Rank] = field(default_factory=list)  # the TP ranks that are there, in order
 
     def tp_rank_0(self) -> Rank | None:
@@ -33,10 +37,18 @@ class Lane:
         rank = self.tp_rank_0()
         return rank is not None and rank.announced > step
 
+    def begin(self) -> None:
+        """All ranks are there: they count on from the highest step any of them has counted."""
+        self.ready = True
+        step = max(rank.hello.step for rank in self.targets)
+        for rank in self.targets:
+            rank.begin(step)
+            rank.channel.send(Ready(step))
+
     def ready_step(self) -> int | None:
         """The next step that can be served now: announced, and its slot released by every TP rank that is there."""
         rank = self.tp_rank_0()
-        step = rank.next_step() if rank is not None and self.session.ready else None
+        step = rank.next_step() if rank is not None and self.ready else None
         if step is None:
             return None
         return step if all(step - target.released <= target.hello.slots for target in self.targets) else None
@@ -81,10 +93,6 @@ class Session:
                 f"{peer}: session {self.name!r}: expected one connection of DP rank {key[0]} TP rank {key[1]}, found two. "
                 "Give every engine on the host its own session name."
             )
-        if hello.epoch <= self.epochs.get(key, 0):
-            raise ProtocolError(
-                f"{peer}: session {self.name!r}: expected an epoch above {self.epochs[key]}, found {hello.epoch}."
-            )
         taken = [rank.hello.worker_id for rank in self.ranks.values()]
         if hello.worker_id in taken:
             raise ProtocolError(f"{peer}: session {self.name!r}: worker id {hello.worker_id} is already connected.")
@@ -92,9 +100,16 @@ class Session:
     def add(self, rank: Rank) -> None:
         key = (rank.hello.dp_rank, rank.hello.tp_rank)
         self.ranks[key] = rank
-        self.epochs[key] = rank.hello.epoch
+        self.epochs[key] = rank.epoch
         self.counters.connections += 1
         self._update_lane(rank)
+        lane = self.lanes[rank.hello.dp_rank]
+        if self.ready and len(lane.targets) == self.first.tp_size:
+            lane.begin()
+        elif not self.ready and len(self.ranks) == self.first.dp_size * self.first.tp_size:
+            self.ready = True
+            for lane in self.lanes.values():
+                lane.begin()
 
     def remove(self, rank: Rank) -> None:
         self.ranks = {key: other for key, other in self.ranks.items() if other is not rank}
@@ -104,8 +119,9 @@ class Session:
         dp_rank = rank.hello.dp_rank
         self.lanes[dp_rank].targets = [self.ranks[key] for key in sorted(self.ranks) if key[0] == dp_rank]
 
-    def complete(self) -> bool:
-        return len(self.ranks) == self.first.dp_size * self.first.tp_size
+    def next_epoch(self, hello: Hello) -> int:
+        """Another one than the rank's last; it may start again from 1, since every connection has memory of its own."""
+        return self.epochs.get((hello.dp_rank, hello.tp_rank), 0) % words.MAX_EPOCH + 1
 
 
 class Turns:
