@@ -7,6 +7,7 @@ value and where it came from.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from ple_offload.errors import UsageError
 
 PREFIX = "PLE_OFFLOAD_"
+WORKER_KINDS = ("inline", "spawn", "unix")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -84,6 +86,26 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
             raise UsageError(f"environment variable {variable(name)}: expected {error}, found {text!r}") from None
         origins[name] = variable(name)
     return Settings(**values, origins=MappingProxyType(origins))
+
+
+def worker_kind(text: str) -> str:
+    """ "inline", "spawn" or "unix" of a `worker` option: inline, spawn, or unix:/path of a daemon's socket."""
+    kind = "unix" if text.startswith("unix:") else text
+    if kind not in WORKER_KINDS:
+        raise UsageError(
+            f"worker: expected inline, spawn, or unix:/path as `ple-offload serve` prints it, found {text!r}"
+        )
+    return kind
+
+
+def default_socket() -> Path:
+    """Where `ple-offload serve` listens unless told otherwise; its folder is this user's alone."""
+    uid = os.getuid()
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(runtime if runtime.startswith("/") else f"/run/user/{uid}")
+    if os.access(folder, os.W_OK | os.X_OK) and folder.is_dir():
+        return folder / "ple-offload" / "socket"
+    return Path(tempfile.gettempdir()) / f"ple-offload-{uid}" / "socket"  # `serve` refuses a folder somebody else made
 
 
 def num_threads() -> int:

@@ -52,6 +52,25 @@ def add_tier(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="for loading and large lookups (default: PLE_OFFLOAD_THREADS, or all CPUs)",
+    )
+
+
+def add_worker(parser: argparse.ArgumentParser, default: str = "inline") -> None:
+    parser.add_argument(
+        "--worker",
+        metavar="W",
+        default=default,
+        help="who looks rows up: inline (this process), spawn (a worker process of its own), or unix:/path "
+        f"(`ple-offload serve` on this host); default: {default}",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON value for programs")
 

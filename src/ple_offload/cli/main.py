@@ -13,11 +13,11 @@ import sys
 import traceback
 
 from ple_offload import __version__
-from ple_offload.cli import demo, doctor, generate, inspect, lookup, rows, verify
+from ple_offload.cli import demo, doctor, generate, inspect, lookup, rows, serve, verify
 from ple_offload.config import settings
 from ple_offload.errors import CheckpointError, PleOffloadError, UsageError
 
-COMMANDS = (demo, inspect, rows, lookup, generate, verify, doctor)
+COMMANDS = (demo, inspect, rows, lookup, generate, serve, verify, doctor)
 DESCRIPTION = """\
 Keeps the n-gram (PLE) embedding table of a language model out of the model, and looks up the rows it needs.
 PATH is a checkpoint folder, or a model id that the local model cache holds.

@@ -47,7 +47,8 @@ class ConnectorConfig:
         sources, one batch at a time; "auto" decides by the sources' device.
     request: "tokens" sends token ids, the worker hashes; "rows" sends row numbers.
     output: how rows travel: "stored" as their bytes, decoded by the reader; "values" decoded by the worker.
-    checkpoint: which of the worker's checkpoints; may be empty where it serves one.
+    checkpoint: which of the worker's: its path there, its name, or a table's fingerprint, which is the same wherever it is
+        mounted; may be empty where it serves one.
     fingerprints: of the tables expected, by decoder layer (`ple_offload.spec.fingerprint`); a layer left out takes any.
     """
 

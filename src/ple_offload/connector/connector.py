@@ -35,6 +35,7 @@ from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
 from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError, UsageError
 from ple_offload.formats import VALUE_DTYPES
+from ple_offload.metrics import ConnectorCounters
 from ple_offload.table import Table
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class PleOffloadConnector:
                 f"model: expected one PleOffloadLayer for a decoder layer, found {[p.layer for p in ports]}."
             )
         self._ports, self._address, self._tables = ports, address, tables
+        self.metrics = ConnectorCounters()
         self._step = 0
         self._flight: deque[Step] = deque()
         self._dummies: deque[Step] = deque()  # of `signal_dummy_outputs`, not yet taken by every layer
@@ -138,7 +140,7 @@ class PleOffloadConnector:
     def _connect(self) -> Transport:
         if self._address == "inline":
             return InlineTransport(self.config, self._ports, self._tables or {})
-        transport = RemoteTransport(self.config, self._ports, self._address, self._step)
+        transport = RemoteTransport(self.config, self._ports, self._address, self._step, self.metrics)
         self._step = transport.counted
         return transport
 
@@ -154,6 +156,7 @@ class PleOffloadConnector:
         the other ranks count it), and what an earlier step failed with, if nobody has been told yet.
         """
         self._step += 1
+        self.metrics.steps += 1
         self.raise_unreported()
         # a failed `prepare_forward` leaves a gap in the numbers; slots follow the numbers, so the window does too
         window = self._step - self._flight[0].number if self._flight else 0
@@ -290,6 +293,7 @@ class PleOffloadConnector:
 
     def _fail(self, step: Step, error: PleOffloadError) -> None:
         step.error = error
+        self.metrics.failures += 1
         self._failures[step.number] = error
         self._unreported = error
         log.error("step %d: %s", step.number, error)
@@ -313,6 +317,7 @@ class PleOffloadConnector:
         if self._closed:
             raise UsageError("the connector is closed.")
         self._transport.close()
+        self.metrics.reconnects += 1
         for step in self._flight:
             if step.error is None and not step.dummy and len(step.taken) < len(self._layers):
                 self._failures[step.number] = ConnectionLostError(f"step {step.number}: given up by `reconnect`.")
