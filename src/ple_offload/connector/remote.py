@@ -43,6 +43,7 @@ from ple_offload.ipc.messages import (
 from ple_offload.ipc.region import BLOCK_ROWS, HEAD_WORDS, PAGE, Layout
 from ple_offload.memory import memfd
 from ple_offload.memory.mapping import Mapping
+from ple_offload.metrics import ConnectorCounters
 
 # Spinning costs the core, sleeping costs the waking (10 to 50 us, in a virtual machine): spin for about 100 us.
 SPINS = 2000
@@ -57,7 +58,14 @@ class RemoteTransport:
     step: the last one this rank has counted. `counted`: the last one any rank of its DP group has; steps go on from there.
     """
 
-    def __init__(self, config: ConnectorConfig, ports: Sequence[PortSpec], address: str, step: int = 0) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        ports: Sequence[PortSpec],
+        address: str,
+        step: int = 0,
+        counters: ConnectorCounters | None = None,
+    ) -> None:
         self._config = config
         self._address = address
         self._limits = config.limits
@@ -67,6 +75,8 @@ class RemoteTransport:
         self._failed: dict[int, str] = {}  # step -> why, as the worker told
         self._lost: str | None = None
         self._closing: str | None = None
+        self._counters = counters or ConnectorCounters()
+        self._waited_ns = 0  # on this connection
         self.worker = f"worker at {address}"
         try:
             self._connect(step)
@@ -158,6 +168,7 @@ class RemoteTransport:
         self._announced = np.uint64(base + region.WORD_ANNOUNCED)
         self._released = np.uint64(base + region.WORD_RELEASED)
         self._waiters = np.uint64(base + region.WORD_WAITERS)
+        self._waited = view[region.WORD_WAITED : region.WORD_WAITED + 8].view(np.uint64)
         self._heads: list[npt.NDArray[np.uint64]] = []
         self._inputs: list[Inputs] = []
         nothing = np.empty(0, np.int64)
@@ -238,14 +249,23 @@ class RemoteTransport:
         values = out.reshape(rows, -1) if rows else out
         expected = np.uint64(words.flag(self._epoch, step))
         # a step without rows has a flag as well: it may have failed
+        self._counters.waits += 1
         for block, first in enumerate(range(0, max(1, rows), BLOCK_ROWS)):
             address = np.uint64(self._region.address + self.layout.flag(layer, slot, block))
-            if not words.wait_flag(address, expected, self._waiters, SPINS, SLICE_NS):
-                self._wait(address, expected, step)
+            started = time.monotonic_ns()
+            try:
+                if not words.wait_flag(address, expected, self._waiters, SPINS, SLICE_NS):
+                    self._wait(address, expected, step)
+            finally:
+                self._count_wait(time.monotonic_ns() - started)
             if int(words.load_word(address)) != int(expected):
                 self._raise_step_failed(step)
             last = min(rows, first + BLOCK_ROWS)
             gather.run(self._order[first:last], values[first:last], 1)
+
+    def _count_wait(self, waited_ns: int) -> None:
+        self._waited_ns += waited_ns
+        self._counters.wait_s += waited_ns / 1e9
 
     def _wait(self, address: np.uint64, expected: np.uint64, step: int) -> None:
         """Wait on, looking at the worker between two slices; raises when it is gone, silent, or took too long."""
@@ -309,6 +329,7 @@ class RemoteTransport:
     def release(self, step: int) -> None:
         self._failed = {s: why for s, why in self._failed.items() if s > step}
         if self._lost is None:
+            self._waited[0] = self._waited_ns
             words.store_word(self._released, np.uint64(step))
             if self._config.tp_size > 1:  # the worker may be holding a step back until this rank has room
                 os.eventfd_write(self._doorbell_fd, 1)

@@ -31,7 +31,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """First message of a connection: what do you serve? The answer tells how large the region must be."""
 
     version: int
-    checkpoint: str  # which of the worker's checkpoints: its path or name; "" where there is only one
+    checkpoint: str  # which of the worker's: its path, name, or a table's fingerprint; "" where it serves one
 
 
 class LayerWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A rank presents itself; carries two descriptors: the region memfd and the doorbell eventfd."""
 
     version: int
-    checkpoint: str  # which of the worker's checkpoints: its path or name; "" where there is only one
+    checkpoint: str  # which of the worker's: its path, name, or a table's fingerprint; "" where it serves one
     session: str  # one engine on this host; the ranks of an engine agree on it
     step: int  # the last step this rank has counted; 0 in a new process
     worker_id: int  # the rank's number among all workers of the engine, pipeline ranks counted
@@ -132,6 +132,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
+def plain(text: str, max_characters: int = 4000) -> str:
+    """Text that can be sent and logged whatever a peer or a path put into it: printable, on one line, not too long."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:max_characters])[:max_characters]
+
+
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
@@ -143,5 +148,5 @@ def decode(packet: bytes, sender: str) -> Message:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
             f"{sender}: expected a message of protocol {PROTOCOL_VERSION}, found {len(packet)} bytes that are none: "
-            f"{error}. Both sides must run compatible versions of ple-offload."
+            f"{plain(str(error), 200)}. Both sides must run compatible versions of ple-offload."
         ) from None

@@ -43,6 +43,7 @@ class Rank:
         self._announced = np.uint64(base + region.WORD_ANNOUNCED)
         self._released = np.uint64(base + region.WORD_RELEASED)
         self._waiters = np.uint64(base + region.WORD_WAITERS)
+        self._waited, self._waited_ns = np.uint64(base + region.WORD_WAITED), 0
         self._flag_base = np.uint64(epoch << 48)
         self._bytes = self._mapping.view()
         slots = range(hello.slots if layout.has_inputs else 0)
@@ -64,6 +65,11 @@ class Rank:
     def begin(self, step: int) -> None:
         """The steps of this connection come after `step`."""
         self.served = self._began_after = step
+
+    def take_wait_s(self) -> float:
+        """Seconds that the reader says it has waited since the last call."""
+        before, self._waited_ns = self._waited_ns, int(words.load_word(self._waited))
+        return max(0, self._waited_ns - before) / 1e9
 
     def next_step(self) -> int | None:
         """The oldest step that was announced and not served; steps that were dummies are none."""
@@ -143,10 +149,12 @@ def _check_region(peer: str, fd: int, num_bytes: int) -> None:
         seals = fcntl.fcntl(fd, memfd.F_GET_SEALS)
     except OSError:
         raise ProtocolError(f"{peer}: expected a memfd as region, found another kind of file.") from None
-    if seals & needed != needed or seals & memfd.F_SEAL_WRITE:
+    if seals & needed != needed or seals & (memfd.F_SEAL_WRITE | memfd.F_SEAL_FUTURE_WRITE):
         raise ProtocolError(
             f"{peer}: expected a region sealed against shrinking and not against writing, found seals {seals:#x}."
         )
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise ProtocolError(f"{peer}: expected a region that can be written, found a read-only descriptor.")
     stat = os.fstat(fd)
     if stat.st_size < num_bytes:
         raise ProtocolError(f"{peer}: expected a region of {num_bytes} bytes, found {stat.st_size}.")

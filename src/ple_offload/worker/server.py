@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import select
 import signal
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,9 +31,8 @@ import numpy.typing as npt
 from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, UsageError
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.ipc import words
-from ple_offload.ipc.channel import Channel, parse_address, peer_uid
+from ple_offload.ipc.channel import Channel, peer_uid
 from ple_offload.ipc.messages import (
-    MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Ask,
     Closing,
@@ -47,19 +44,26 @@ from ple_offload.ipc.messages import (
     Refused,
     StepFailed,
     Welcome,
+    plain,
 )
 from ple_offload.ipc.region import BLOCK_ROWS, MAX_REGION_BYTES, PAGE, Layout
-from ple_offload.memory import memfd
+from ple_offload.memory import memfd, sigbus
 from ple_offload.memory.mapping import Mapping
 from ple_offload.metrics import Sample, samples
 from ple_offload.spec import fingerprint
 from ple_offload.table import Table
+from ple_offload.worker.listener import Listener
 from ple_offload.worker.rank import Rank
 from ple_offload.worker.session import Lane, Session, Turns
 
 log = logging.getLogger(__name__)
 
-HELLO_LIMIT_S = 5.0
+ASK_LIMIT_S = 5.0  # from the connection to its first message
+HELLO_LIMIT_S = 60.0  # from the Facts to the Hello: the client allocates its region meanwhile
+MAX_STRANGERS = 256  # connections without a Hello; the oldest makes room for one more
+KEPT_SESSIONS = 64  # sessions that have ended, for their counters
+WARNINGS = 100  # in WARNINGS_S: a client may not fill the disk with the log
+WARNINGS_S = 10.0
 HEARTBEAT_S = 0.25  # well below the shortest limit a client may reasonably have for a silent worker
 OVERFLOW_UID = 65534  # how a peer of another user namespace reads
 OUTPUTS = ("stored", "bf16", "fp16", "fp32")
@@ -79,6 +83,15 @@ class Served:
             raise UsageError(f"{self.path}: no table to serve.")
 
 
+@dataclass
+class _Stranger:
+    """A connection without a Hello."""
+
+    channel: Channel
+    until_s: float  # it ends then
+    asked: bool = False
+
+
 class PleOffloadWorker:
     """Serves the tables of one or more checkpoints to every client that may connect.
 
@@ -90,17 +103,23 @@ class PleOffloadWorker:
         self, served: list[Served], *, allow_uids: frozenset[int] | None = frozenset(), log_path: str = ""
     ) -> None:
         self._served = served
+        for table in (table for checkpoint in served for table in checkpoint.tables.values()):
+            for output in OUTPUTS:  # now: compiling takes a second or two, in which nobody would be served
+                table.prepare(output)
         self._fingerprints = {id(t): fingerprint(t.spec) for s in served for t in s.tables.values()}
         self._allow_uids = allow_uids
         self._log_path = log_path
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._hello_limits: dict[int, tuple[Channel, float]] = {}
+        self._strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
         self._sessions: dict[str, Session] = {}
         self._turns = Turns()
-        self._listeners: list[tuple[socket.socket, Path | None]] = []
+        self._listeners: list[Listener] = []
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # see `_accept`
+        self._warned, self._warnings_until_s = 0, 0.0
         self._stopping: str | None = None
         self._next_sample_s = 0.0
+        self._next_collect_s = 0.0
         # the heartbeat: one word, which only this process can write
         fd = memfd.create("ple-offload heartbeat", PAGE)
         self._heartbeat_map = Mapping(fd, PAGE, writable=True, what="heartbeat")
@@ -114,36 +133,22 @@ class PleOffloadWorker:
 
         Raises UsageError when another worker serves this address, or the path cannot be used.
         """
-        where = parse_address(address)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            path = None if where.startswith("\0") else Path(where)
-            if path is None:
-                sock.bind(where)
-            else:
-                _bind_path(sock, path, group)
-            sock.listen(128)
-        except OSError as error:
-            sock.close()
-            if error.errno == errno.EADDRINUSE:
-                raise UsageError(f"{address}: another worker already serves this address. Choose another.") from None
-            raise UsageError(
-                f"{address}: cannot listen: {error.strerror}. Choose a folder this user can write."
-            ) from error
-        except BaseException:
-            sock.close()
-            raise
-        sock.setblocking(False)
-        self._listeners.append((sock, path))
-        self._watch(sock.fileno(), lambda: self._accept(sock))
+        listener = Listener(address, group)
+        self._listeners.append(listener)
+        self._watch(listener.sock.fileno(), lambda: self._accept(listener.sock))
 
     def watch_parent(self, fd: int) -> None:
         """Stop when the other end of `fd` is closed: the parent has gone."""
 
         def ended() -> None:
-            with contextlib.suppress(BlockingIOError):
-                if os.read(fd, 4096) == b"":
-                    self.stop("its parent has gone")
+            try:
+                gone = os.read(fd, 4096) == b""
+            except BlockingIOError:
+                return
+            except OSError:  # it died with news from us unread
+                gone = True
+            if gone:
+                self.stop("its parent has gone")
 
         os.set_blocking(fd, False)
         self._watch(fd, ended)
@@ -152,18 +157,25 @@ class PleOffloadWorker:
         """Leave `run` once what was announced so far is served."""
         self._stopping = self._stopping or reason
 
-    def run(self) -> None:
-        """Serve until `stop`; SIGTERM and SIGINT stop it when called in the main thread. Closes everything."""
+    def run(self, ready: Callable[[], None] | None = None) -> None:
+        """Serve until `stop`; SIGTERM and SIGINT stop it when called in the main thread. Closes everything.
+
+        ready: called once, when signals are heard as well as clients.
+        """
         try:
             with _signals(self.stop) as wake_fd:
                 if wake_fd is not None:
                     self._watch(wake_fd, lambda: _empty(wake_fd))
+                if ready is not None:
+                    ready()
                 while self._stopping is None:
                     self._poll(0.0 if self._turns else HEARTBEAT_S)
                     self._beat()
-                    if self._hello_limits:
+                    if self._strangers:
                         self._end_silent_peers()
                     self._serve_next()
+                    if time.monotonic() >= self._next_collect_s:
+                        self._collect_wait_times()
                 self._drain()
         finally:
             self._close()
@@ -192,21 +204,21 @@ class PleOffloadWorker:
         for session in self._sessions.values():
             for lane in session.lanes.values():
                 self._turns.ring(lane)
-        while self._serve_next():
+        for _ in range(sum(len(s.lanes) * s.first.slots for s in self._sessions.values())):  # more can't be in flight
+            if not self._serve_next():
+                break
             self._beat()
+        self._collect_wait_times()
         for session in self._sessions.values():
             for rank in session.ranks.values():
-                rank.channel.send(Closing(reason))
+                rank.channel.send(Closing(plain(reason)))
         log.info("stopped: %s", reason)
 
     def _close(self) -> None:
-        for sock, path in self._listeners:
-            if path is not None:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            sock.close()
-        for channel, _ in self._hello_limits.values():
-            channel.close()
+        for listener in self._listeners:
+            listener.close()
+        for stranger in self._strangers.values():
+            stranger.channel.close()
         for session in self._sessions.values():
             for rank in session.ranks.values():
                 rank.channel.close()
@@ -214,14 +226,24 @@ class PleOffloadWorker:
         self._epoll.close()
         self._heartbeat_map.close()
         os.close(self._heartbeat_fd)
+        os.close(self._spare_fd)
 
     # ---- connections ----------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError as error:  # the client has gone, or descriptors ran out: the others go on
-            log.warning("accepting a connection failed: %s", error.strerror)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # else: the client has gone
+                return
+            # Left waiting it would wake the loop for ever: give up the spare descriptor to answer it.
+            os.close(self._spare_fd)
+            try:
+                with contextlib.suppress(OSError):
+                    channel = Channel(listener.accept()[0], "client")
+                    self._refuse(channel, "the worker has no descriptor left. Raise its limit (ulimit -n).")
+            finally:
+                self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             return
         uid = peer_uid(sock)
         channel = Channel(sock, f"client of uid {uid}")
@@ -231,21 +253,38 @@ class PleOffloadWorker:
                 channel, f"uid {uid}{hint} may not connect. Start the worker with --allow-uid {uid} or --group."
             )
             return
-        self._hello_limits[channel.fileno()] = (channel, time.monotonic() + HELLO_LIMIT_S)
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers.values()))
+            self._refuse(
+                oldest.channel, f"more than {MAX_STRANGERS} connections have said no Hello; this was the oldest."
+            )
+        self._strangers[channel.fileno()] = _Stranger(channel, time.monotonic() + ASK_LIMIT_S)
         self._watch(channel.fileno(), lambda: self._hear_hello(channel))
 
     def _refuse(self, channel: Channel, reason: str) -> None:
-        log.warning("refused %s: %s", channel.peer, reason)
-        channel.send(Refused(reason[: MAX_MESSAGE_BYTES // 4]))
-        self._hello_limits.pop(channel.fileno(), None)
+        self._warn(f"refused {channel.peer}: {reason}")
+        channel.send(Refused(plain(reason)))
+        self._strangers.pop(channel.fileno(), None)
         self._forget(channel.fileno())
         channel.close()
 
+    def _warn(self, text: str) -> None:
+        """Log what a client did wrong; at most WARNINGS lines in WARNINGS_S."""
+        now = time.monotonic()
+        if now >= self._warnings_until_s:
+            if self._warned > WARNINGS:
+                log.warning("%d more warnings were left out", self._warned - WARNINGS)
+            self._warned, self._warnings_until_s = 0, now + WARNINGS_S
+        self._warned += 1
+        if self._warned <= WARNINGS:
+            log.warning("%s", plain(text))
+
     def _end_silent_peers(self) -> None:
         now = time.monotonic()
-        for channel, limit in list(self._hello_limits.values()):
-            if now > limit:
-                self._refuse(channel, f"expected a Hello within {HELLO_LIMIT_S:g} s, found none.")
+        for stranger in list(self._strangers.values()):
+            if now > stranger.until_s:
+                what, limit_s = ("a Hello", HELLO_LIMIT_S) if stranger.asked else ("an Ask or a Hello", ASK_LIMIT_S)
+                self._refuse(stranger.channel, f"expected {what} within {limit_s:g} s, found none.")
 
     def _hear_hello(self, channel: Channel) -> None:
         """Before its Hello a client may ask what is served."""
@@ -255,22 +294,26 @@ class PleOffloadWorker:
             if received is None:
                 return
             message, descriptors = received
-            if isinstance(message, Ask):
+            stranger = self._strangers[channel.fileno()]
+            if isinstance(message, Ask) and not stranger.asked:
                 _check_version(channel.peer, message.version)
                 tables = self._find(channel.peer, message.checkpoint).tables.values()
-                facts = Facts(PROTOCOL_VERSION, os.getpid(), self._log_path, [table.facts() for table in tables])
+                facts = Facts(PROTOCOL_VERSION, os.getpid(), plain(self._log_path), [table.facts() for table in tables])
                 channel.send(facts)
+                stranger.asked, stranger.until_s = True, time.monotonic() + HELLO_LIMIT_S
                 return
             if not isinstance(message, Hello):
                 raise ProtocolError(f"{channel.peer}: expected a Hello, found {type(message).__name__}.")
             rank, session = self._register(channel, message, *descriptors)
-        except PleOffloadError as error:
+        except Exception as error:  # whatever it is, it ends this connection and no other
             for fd in descriptors:
                 os.close(fd)
+            if not isinstance(error, PleOffloadError):
+                log.exception("%s: an error of the worker itself", channel.peer)
             self._refuse(channel, str(error))
             return
         os.close(descriptors[0])  # the map holds the region
-        del self._hello_limits[channel.fileno()]
+        del self._strangers[channel.fileno()]
         self._forget(channel.fileno())
         lane = session.lanes[rank.hello.dp_rank]
         if lane.ready:
@@ -316,10 +359,12 @@ class PleOffloadWorker:
         elif session.tables != tables:
             raise ProtocolError(f"{channel.peer}: session {hello.session!r} reads other tables.")
         session.check(hello, channel.peer)
-        for table, wish in zip(tables, hello.layers, strict=True):
-            table.prepare(wish.output)
         rank = Rank(channel, hello, session.next_epoch(hello), layout, region_fd, doorbell_fd)
+        self._sessions.pop(hello.session, None)  # the newest is the last
         self._sessions[hello.session] = session
+        ended = [name for name, session in self._sessions.items() if not session.ranks and name != hello.session]
+        for name in ended[:-KEPT_SESSIONS]:
+            del self._sessions[name]
         return rank, session
 
     def _find(self, peer: str, checkpoint: str) -> Served:
@@ -327,7 +372,8 @@ class PleOffloadWorker:
         if not checkpoint and len(self._served) == 1:
             return self._served[0]
         for served in self._served:
-            if checkpoint in (str(served.path), served.path.name):
+            fingerprints = [self._fingerprints[id(table)] for table in served.tables.values()]
+            if checkpoint in (str(served.path), served.path.name, *fingerprints):
                 return served
         raise ProtocolError(f"{peer}: expected one of the checkpoints {', '.join(names)}, found {checkpoint[:500]!r}.")
 
@@ -358,11 +404,14 @@ class PleOffloadWorker:
             reason = ""
         except ConnectionLostError as error:
             reason = str(error)
-            rank.channel.send(Refused(reason))
+            rank.channel.send(Refused(plain(reason)))
         self._remove(session, rank, reason)
 
     def _remove(self, session: Session, rank: Rank, reason: str) -> None:
-        log.log(logging.WARNING if reason else logging.INFO, "%s left%s", rank.name, f": {reason}" if reason else "")
+        if reason:
+            self._warn(f"{rank.name} left: {reason}")
+        else:
+            log.info("%s left", rank.name)
         lane = session.lanes[rank.hello.dp_rank]
         self._disconnect(session, rank)
         if reason:
@@ -375,13 +424,14 @@ class PleOffloadWorker:
         """End the connections of a DP rank's ranks, since one of them is lost: they must come back together."""
         lane.ready = False
         for rank in list(lane.targets):
-            log.warning("%s: its group has lost TP rank %d, it must connect anew", rank.name, lost.tp_rank)
+            self._warn(f"{rank.name}: its group has lost TP rank {lost.tp_rank}, it must connect anew")
             rank.channel.send(RankLost(lost.dp_rank, lost.tp_rank))
             self._disconnect(lane.session, rank)
 
     def _disconnect(self, session: Session, rank: Rank) -> None:
         self._forget(rank.channel.fileno())
         self._forget(rank.doorbell_fd)
+        session.counters.wait_s += rank.take_wait_s()
         session.remove(rank)
         rank.channel.close()
         rank.close()
@@ -403,6 +453,7 @@ class PleOffloadWorker:
         session, targets = lane.session, lane.targets
         session.counters.queue_s += max(0.0, time.monotonic() - lane.rung_at_s)
         rank.served = step
+        faults = sigbus.count()
         started = time.monotonic()
         layer = session.first.layers[0].layer
         try:
@@ -422,10 +473,11 @@ class PleOffloadWorker:
             if not isinstance(error, PleOffloadError):
                 log.exception("%s step %d: an error of the worker itself", rank.name, step)
             session.layers[layer].errors += 1
+            session.counters.faults += sigbus.count() - faults
             reason = f"{rank.name} step {step} layer {layer}: {error}"
-            log.warning("%s", reason)
+            self._warn(reason)
             for target in targets:
-                target.channel.send(StepFailed(step, reason[: MAX_MESSAGE_BYTES // 4]))
+                target.channel.send(StepFailed(step, plain(reason)))
                 target.fail(step)
 
     def _deliver(self, targets: list[Rank], i: int, step: int, table: Table, rows: np.ndarray, output: str) -> None:
@@ -455,6 +507,13 @@ class PleOffloadWorker:
         counters.duplicate_rows += rows.size - np.unique(rows).size
 
     # ---- figures --------------------------------------------------------------------------------------------------
+
+    def _collect_wait_times(self) -> None:
+        """Read what the clients say they waited: now and then, since it is in no step's interest."""
+        self._next_collect_s = time.monotonic() + HEARTBEAT_S
+        for session in self._sessions.values():
+            for rank in session.ranks.values():
+                session.counters.wait_s += rank.take_wait_s()
 
     def samples(self) -> Iterator[Sample]:
         """Every counter, labelled by session and layer."""
@@ -527,40 +586,6 @@ def _check_hello(peer: str, hello: Hello) -> None:
     for wish in hello.layers:
         if wish.output not in OUTPUTS:
             raise ProtocolError(f"{peer}: output: expected one of {', '.join(OUTPUTS)}, found {wish.output[:20]!r}.")
-
-
-def _bind_path(sock: socket.socket, path: Path, group: int | None) -> None:
-    """Bind a socket file, replacing a dead one; the folder is made if missing, for this user alone or for `group`.
-
-    A lock on the folder keeps two workers that start at once from taking each other's socket for dead.
-    """
-    folder = path.parent
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(path.lstat().st_mode):
-                raise UsageError(f"unix:{path}: expected a socket or nothing there, found a file. Choose another path.")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink()  # its worker has died
-                except OSError:
-                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
-                else:
-                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        before = os.umask(0o177)
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(before)
-        if group is not None:
-            os.chown(path, -1, group)
-            path.chmod(0o660)
-    finally:
-        os.close(lock)
 
 
 @contextlib.contextmanager
