@@ -1,14 +1,21 @@
-"""The process that `SpawnedWorker` starts: python -m ple_offload.worker JSON. For people there is `ple-offload serve`."""
+"""The process that `SpawnedWorker` starts: python -m ple_offload.worker JSON. For people there is `ple-offload serve`.
+
+It ends when its parent does, also in the minutes in which it loads. If it ends by itself, it leaves nothing behind: its log
+is for whoever wonders why it died.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import os
+import select
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from ple_offload.errors import PleOffloadError
 from ple_offload.worker.main import open_tables
@@ -34,6 +41,9 @@ def main() -> int:
                 told = time.monotonic()
                 tell(loaded_bytes=loaded)
 
+    loading = threading.Event()
+    loading.set()
+    threading.Thread(target=_end_with_parent, args=(lifeline.fileno(), loading, options["log"]), daemon=True).start()
     try:
         served = open_tables(
             options["paths"],
@@ -48,10 +58,22 @@ def main() -> int:
         tell(kind=type(error).__name__, error=str(error))
         logging.getLogger(__name__).error("%s", error)
         return 1
+    loading.clear()
     worker.watch_parent(lifeline.fileno())
     tell(listening=True)
     worker.run()
+    Path(options["log"]).unlink(missing_ok=True)
     return 0
+
+
+def _end_with_parent(lifeline_fd: int, loading: threading.Event, log: str) -> None:
+    """Until the worker's loop watches the lifeline, this thread does; the parent sends nothing, so it can only end."""
+    poll = select.poll()
+    poll.register(lifeline_fd, select.POLLIN)
+    while loading.is_set():
+        if poll.poll(100) and loading.is_set():
+            Path(log).unlink(missing_ok=True)
+            os._exit(0)
 
 
 if __name__ == "__main__":

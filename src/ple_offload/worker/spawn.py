@@ -23,6 +23,8 @@ from typing import Any
 
 from ple_offload.errors import ConnectionLostError
 
+MODULE = "ple_offload.worker"  # what the child runs: python -m MODULE OPTIONS
+
 _alive: weakref.WeakSet[SpawnedWorker] = weakref.WeakSet()
 
 
@@ -44,9 +46,31 @@ class SpawnedWorker:
         progress: bool = False,
     ) -> None:
         self.address = f"unix:@ple-offload-{os.getpid()}-{secrets.token_hex(8)}"
+        self._parent_pid = os.getpid()
+        self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _alive.add(self)
+        with theirs:
+            try:
+                self._start(theirs, paths, tier, threads, skip_memory_check)
+            except BaseException:
+                self._lifeline.close()
+                raise
+        try:
+            self._wait_until_it_listens(no_progress_s, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self,
+        theirs: socket.socket,
+        paths: tuple[str | Path, ...],
+        tier: str,
+        threads: int | None,
+        skip_memory_check: bool | None,
+    ) -> None:
         log_fd, log_path = tempfile.mkstemp(prefix=f"ple-offload-worker-{os.getpid()}-", suffix=".log")
         self.log_path = Path(log_path)
-        self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         options = {
             "paths": [str(Path(path).absolute()) if Path(path).exists() else str(path) for path in paths],
             "tier": tier,
@@ -64,7 +88,7 @@ class SpawnedWorker:
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ple_offload.worker", json.dumps(options)],
+                [sys.executable, "-m", MODULE, json.dumps(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,
@@ -72,15 +96,11 @@ class SpawnedWorker:
                 start_new_session=True,  # Ctrl-C in the terminal is for the engine, which then stops its worker
                 env=environment,
             )
-        finally:
-            theirs.close()
-            os.close(log_fd)
-        _alive.add(self)
-        try:
-            self._wait_until_it_listens(no_progress_s, progress)
         except BaseException:
-            self.close()
+            self.log_path.unlink()
             raise
+        finally:
+            os.close(log_fd)
 
     @property
     def pid(self) -> int:
@@ -123,9 +143,12 @@ class SpawnedWorker:
     def close(self, limit_s: float = 10.0) -> None:
         """Let it serve what is announced and end; killed if it takes longer than `limit_s`. Safe to call twice.
 
-        Its log stays where it is if the worker did not end by itself with status 0.
+        Its log stays where it is if the worker did not end by itself with status 0. In a forked child this does nothing:
+        the worker is the parent's.
         """
         self._lifeline.close()
+        if os.getpid() != self._parent_pid:
+            return
         try:
             code: int | None = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
