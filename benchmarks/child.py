@@ -62,24 +62,21 @@ def start(folder: str) -> dict[str, Any]:
         }
 
 
-def wake(pauses_us: str) -> dict[str, Any]:
+def wake(pauses_us: str, rounds: str, patience_s: str) -> dict[str, Any]:
     import numba
-    from timing import spread
+    from calm import Calm
+    from timing import Plan, interleave, spread
 
     from ple_offload import native
 
     marks = np.zeros(numba.get_num_threads(), np.int64)
     native._mark(marks)
     found: dict[str, Any] = {"layer": numba.threading_layer(), "threads": marks.size, "after_pause_us": {}}
+    calm = Calm(float(patience_s))
     for pause_us in map(int, pauses_us.split(",")):
-        times = []
-        for _ in range(200):
-            if pause_us:
-                time.sleep(pause_us / 1e6)
-            begin = time.perf_counter_ns()
-            native._mark(marks)
-            times.append((time.perf_counter_ns() - begin) / 1e3)
-        found["after_pause_us"][pause_us] = spread(times)
+        plan = Plan(rounds=int(rounds), calls=50, warm_calls=5, call_pause_s=pause_us / 1e6)
+        blocks = interleave({"region": lambda _: lambda: native._mark(marks)}, lambda: None, plan, calm)
+        found["after_pause_us"][pause_us] = spread(blocks["region"])
     found["wake_up_us"] = round(native.wake_up_us(), 1)
     return found
 

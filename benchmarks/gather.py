@@ -17,15 +17,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from calm import Calm
 from ids import Ids, Stream
+from random_table import LAYER, ROW_DIM, ROWS_PER_TOKEN, SCALE, Made
 from timing import Contender, Plan, interleave, ratio, spread
 
-from checkpoint import LAYER, ROW_DIM, ROWS_PER_TOKEN, SCALE, Made
 from ple_offload import open_table
 
 TOKENS = (1, 64, 4096)
 PLANS = {1: Plan(rounds=40, calls=200, warm_calls=20), 64: Plan(40, 40, 5), 4096: Plan(25, 4, 1)}
-TOY_PLAN = Plan(rounds=3, calls=3, warm_calls=1, pause_s=0.0)
+TOY_PLAN = Plan(rounds=2, calls=1, warm_calls=0, pause_s=0.0)
 # Call after call suits every library's spinning threads; a serving engine comes back after a while.
 PAUSE_S = 0.002
 PAUSED_CALLS = {1: 15, 64: 15, 4096: 3}
@@ -34,7 +35,7 @@ FILE_BASELINES = ("torch, mapped file", "torch lut, mapped file")
 Decoder = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def run(made: Made, streams: dict[str, Stream], *, threads: int, toy: bool) -> dict[str, Any]:
+def run(made: Made, streams: dict[str, Stream], calm: Calm, *, threads: int, toy: bool) -> dict[str, Any]:
     torch.set_num_threads(threads)
     results = []
     with ExitStack() as stack:
@@ -54,7 +55,7 @@ def run(made: Made, streams: dict[str, Stream], *, threads: int, toy: bool) -> d
             prepares = {name: prepare for name, (prepare, _) in contenders.items()}
             for kind, stream in streams.items():
                 for rhythm, plan in _plans(num_tokens, toy).items():
-                    blocks = interleave(prepares, partial(stream.take, num_tokens), plan)
+                    blocks = interleave(prepares, partial(stream.take, num_tokens), plan, calm)
                     results.append({"ids": kind, "tokens": num_tokens, "rhythm": rhythm, **_summary(blocks)})
     return {"ids": {kind: stream.what for kind, stream in streams.items()}, **facts, "results": results}
 

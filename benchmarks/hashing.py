@@ -6,16 +6,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from calm import Calm
 from ids import Stream
+from random_table import LAYER, Made
 from timing import Plan, interleave, spread
 
-from checkpoint import LAYER, Made
 from ple_offload import open_table
 
 TOKENS = (1, 64, 4096)
 
 
-def run(made: Made, streams: dict[str, Stream], *, toy: bool) -> dict[str, Any]:
+def run(made: Made, streams: dict[str, Stream], calm: Calm, *, toy: bool) -> dict[str, Any]:
     results = []
     with open_table(made.folder, LAYER, "file", threads=1) as table:
         for num_tokens in TOKENS:
@@ -26,6 +27,7 @@ def run(made: Made, streams: dict[str, Stream], *, toy: bool) -> dict[str, Any]:
                     {"hash": lambda ids, out=out: lambda: table.row_numbers(ids, out=out)},
                     partial(stream.take, num_tokens),
                     plan,
+                    calm,
                 )
                 results.append({"ids": kind, "tokens": num_tokens, "us": spread(blocks["hash"])})
     return {"results": results}

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from child import pss_bytes
-
-from checkpoint import Made
+from random_table import Made
 
 CHILD = str(Path(__file__).parent / "child.py")
 SAMPLE_S = 0.02

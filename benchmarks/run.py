@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import calm
 import ids
 import machine
+import random_table
 import report
 
-import checkpoint
 from ple_offload import config
 
 HERE = Path(__file__).parent
@@ -33,16 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
     rows, shards = (TOY_ROWS, TOY_SHARDS) if options.toy else (FULL_ROWS, FULL_SHARDS)
-    made = checkpoint.make(options.folder, options.rows or rows, options.shards or shards)
+    made = random_table.make(options.folder, options.rows or rows, options.shards or shards)
     for name in options.names or NAMES:
         about = {
             "machine": machine.describe(),
             "warning": machine.warning(),
             "toy": options.toy,
-            "table": {"num_rows": made.num_rows, "row_bytes": checkpoint.ROW_DIM, "files": made.shards},
+            "table": {"num_rows": made.num_rows, "row_bytes": random_table.ROW_DIM, "files": made.shards},
         }
         started = time.monotonic()
-        result = {**about, **_jobs(options, made)[name]()}
+        watch = calm.Calm(0 if options.toy else options.patience)
+        result = {**about, **_jobs(options, made, watch)[name](), "rounds": watch.describe()}
         report.write(options.results, name, result)
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     report.plot(options.results)
@@ -50,12 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _jobs(options: argparse.Namespace, made: checkpoint.Made) -> dict[str, Callable[[], dict[str, Any]]]:
+def _jobs(
+    options: argparse.Namespace, made: random_table.Made, watch: calm.Calm
+) -> dict[str, Callable[[], dict[str, Any]]]:
     threads, toy = options.threads, options.toy
 
     def streams() -> dict[str, ids.Stream]:
         num_tokens = TOY_TOKENS if toy else FULL_TOKENS
-        vocab_size, eos = checkpoint.VOCAB_SIZE, checkpoint.EOS
+        vocab_size, eos = random_table.VOCAB_SIZE, random_table.EOS
         return {
             "random": ids.random_stream(vocab_size, num_tokens),
             "text": ids.text_stream(vocab_size, num_tokens, eos, options.tokenizer, options.text),
@@ -65,11 +69,11 @@ def _jobs(options: argparse.Namespace, made: checkpoint.Made) -> dict[str, Calla
         return importlib.import_module(name)
 
     return {
-        "hashing": lambda: module("hashing").run(made, streams(), toy=toy),
-        "gather": lambda: module("gather").run(made, streams(), threads=threads, toy=toy),
-        "load": lambda: module("load").run(made, threads=threads, rounds=2 if toy else 5),
+        "hashing": lambda: module("hashing").run(made, streams(), watch, toy=toy),
+        "gather": lambda: module("gather").run(made, streams(), watch, threads=threads, toy=toy),
+        "load": lambda: module("load").run(made, watch, threads=threads, rounds=2 if toy else 5),
         "memory": lambda: module("memory").run(made),
-        "startup": lambda: module("startup").run(made, rounds=1 if toy else 5),
+        "startup": lambda: module("startup").run(made, watch, rounds=1 if toy else 5),
     }
 
 
@@ -79,6 +83,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=HERE.parent / "build/bench", help="where the table is written")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where results are written")
     parser.add_argument("--threads", type=int, default=config.num_threads(), help="of ours and of every baseline")
+    parser.add_argument("--patience", type=float, default=300, help="seconds to lose on waiting for others, each (300)")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json (see ids.py for the default)")
     parser.add_argument("--text", type=Path, help="a folder of text files (default: the interpreter's own source)")
     parser.add_argument("--rows", type=int, help=f"about how many rows the table has (default {FULL_ROWS:,})")

@@ -9,32 +9,34 @@ import sys
 import tempfile
 from typing import Any
 
+from calm import Calm
+from random_table import Made
 from timing import spread
 
-from checkpoint import Made
 from memory import CHILD
 
 LAYERS = ("omp", "workqueue")
 PAUSES_US = "0,50,2000"
 
 
-def run(made: Made, *, rounds: int) -> dict[str, Any]:
+def run(made: Made, calm: Calm, *, rounds: int) -> dict[str, Any]:
     starts: dict[str, list[dict[str, float]]] = {"compiling": [], "cached": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("compiling", "cached"):
+                calm.wait()
                 starts[state].append(_child("start", str(made.folder), NUMBA_CACHE_DIR=cache))
     return {
         "start": {
             state: {key: spread([one[key] for one in found]) for key in found[0]} for state, found in starts.items()
         },
-        "parallel_region": [_wake(layer) for layer in LAYERS],
+        "parallel_region": [_wake(layer, 4 * rounds, calm.patience_s) for layer in LAYERS],
     }
 
 
-def _wake(layer: str) -> dict[str, Any]:
+def _wake(layer: str, rounds: int, patience_s: float) -> dict[str, Any]:
     try:
-        return {"asked": layer, **_child("wake", PAUSES_US, NUMBA_THREADING_LAYER=layer)}
+        return {"asked": layer, **_child("wake", PAUSES_US, str(rounds), str(patience_s), NUMBA_THREADING_LAYER=layer)}
     except subprocess.CalledProcessError as error:  # a layer that is not installed here
         return {"asked": layer, "refused": error.stderr.strip().splitlines()[-1:]}
 

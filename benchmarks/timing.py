@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from calm import Calm, Mark
 
 T = TypeVar("T")
 # makes one call ready for an input, untimed, and returns the call
@@ -30,17 +31,25 @@ class Plan:
     call_pause_s: float = 0.0  # before every call: how long the caller was busy elsewhere
 
 
-def interleave(contenders: Mapping[str, Contender[T]], inputs: Callable[[], T], plan: Plan) -> dict[str, list[float]]:
+def interleave(
+    contenders: Mapping[str, Contender[T]], inputs: Callable[[], T], plan: Plan, calm: Calm
+) -> dict[str, list[float]]:
     """Median microseconds of each block: contender -> [rounds]. Every call gets a new input."""
     rng = np.random.default_rng(11)
     names = list(contenders)
     blocks: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(plan.rounds):
+    while len(blocks[names[0]]) < plan.rounds:
+        calm.wait()
+        mark = Mark.now()
+        found = {}
         for name in rng.permutation(names):
             calls = [contenders[name](inputs()) for _ in range(plan.warm_calls + plan.calls)]
             time.sleep(plan.pause_s)
             times = [_time_us(call, plan.call_pause_s) for call in calls]
-            blocks[name].append(float(np.median(times[plan.warm_calls :])))
+            found[name] = float(np.median(times[plan.warm_calls :]))
+        if calm.keep(mark):
+            for name in names:
+                blocks[name].append(found[name])
     return blocks
 
 
