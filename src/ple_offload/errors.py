@@ -6,7 +6,8 @@
     ├── CheckpointError     the checkpoint holds something that is not understood, damaged or incomplete
     ├── MemoryLimitError    the table does not fit the memory this process may use
     ├── StoreError          the rows of an open table cannot be delivered any more
-    ├── ForkError           a table was used in a forked child
+    ├── ForkError           a table or a connector was used in a forked child
+    ├── CudaError           the CUDA driver refused a call
     ├── StepError           the rows of one step were not delivered; its output is NaN
     └── ConnectionLostError the worker is gone, silent or was never there; every step in flight has failed
         └── ProtocolError   a peer sent something that is no message, or broke the order of messages
@@ -42,7 +43,11 @@ class StoreError(PleOffloadError):
 
 
 class ForkError(PleOffloadError):
-    """A table was used in a child of the process that opened it; open it again in the child."""
+    """A table or connector was used in a child of the process that made it; make another in the child."""
+
+
+class CudaError(PleOffloadError):
+    """The CUDA driver refused a call; the message names the call, its reason and the remedy."""
 
 
 class StepError(PleOffloadError):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ple_offload.connector.base import Inputs, PortSpec
 from ple_offload.connector.config import ConnectorConfig
-from ple_offload.errors import ConnectionLostError, ProtocolError, StepError, UsageError
+from ple_offload.errors import ConnectionLostError, ForkError, ProtocolError, StepError, UsageError
 from ple_offload.formats import VALUE_DTYPES, RowFormat
 from ple_offload.formats.gather import Gather
 from ple_offload.ipc import region, words
@@ -49,7 +49,7 @@ from ple_offload.metrics import ConnectorCounters
 SPINS = 2000
 SLICE_NS = 20_000_000  # between two looks at the socket and the heartbeat
 
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_transports: weakref.WeakSet[RemoteTransport] = weakref.WeakSet()
 
 
 class RemoteTransport:
@@ -74,6 +74,7 @@ class RemoteTransport:
         self._resources = contextlib.ExitStack()
         self._failed: dict[int, str] = {}  # step -> why, as the worker told
         self._lost: str | None = None
+        self._forked = False
         self._closing: str | None = None
         self._counters = counters or ConnectorCounters()
         self._waited_ns = 0  # on this connection
@@ -90,7 +91,7 @@ class RemoteTransport:
         config, deadline = self._config, time.monotonic() + self._limits.ready_s
         self._channel = Channel.connect(self._address, self._limits.connect_s)
         self._resources.callback(self._channel.close)
-        _channels.add(self._channel)
+        _transports.add(self)
         self._send(Ask(PROTOCOL_VERSION, config.checkpoint))
         answer, _ = self._await(Facts, deadline, "its facts")
         self.worker = f"worker {answer.pid} at {self._address}" + (f" (log: {answer.log})" if answer.log else "")
@@ -324,7 +325,7 @@ class RemoteTransport:
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
-            raise ConnectionLostError(self._lost)
+            raise (ForkError if self._forked else ConnectionLostError)(self._lost)
 
     def release(self, step: int) -> None:
         self._failed = {s: why for s, why in self._failed.items() if s > step}
@@ -340,11 +341,18 @@ class RemoteTransport:
             self._lost = f"{self.worker}: this connector was closed"
         self._resources.close()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: the connection and its memory are the parent's; drop them without a word to the worker."""
+        self._forked = True
+        self._lost = f"{self.worker}: this connection was made by process {os.getppid()}. Make a connector in this one."
+        self._channel.abandon()
+        self._resources.close()
+
 
 def _close_inherited() -> None:
-    """A forked child must not hold connections open after its parent's death."""
-    for channel in list(_channels):
-        channel.close()
+    """A forked child must neither write into its parent's steps nor hold connections open after the parent's death."""
+    for transport in list(_transports):
+        transport.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

@@ -146,5 +146,9 @@ class Channel:
             for _ in range(MAX_UNREAD):
                 if not self._sock.recv(1):  # without room for descriptors: the kernel closes them
                     break
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close this process's descriptor only: the connection lives on in the process that it was forked from."""
         with contextlib.suppress(OSError):
             self._sock.close()
