@@ -115,6 +115,27 @@ def test_use_after_a_fork_is_refused_and_harms_nobody(folder: Path, layer: str) 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+def test_a_forked_child_may_open_its_own_table(folder: Path, layer: str) -> None:
+    """OpenMP ends a child that runs a parallel kernel, so the child must do without its parent's threads."""
+    code = (
+        LOOK_UP.replace("FOLDER", repr(str(folder)))
+        + """
+    import os
+    table.parallel_rows = 0
+    before = table.gather(rows).tobytes()
+    child = os.fork()
+    if child == 0:
+        own = ple_offload.open_table(table.spec.segments[0].path.parent, tier="file", threads=2)
+        own.parallel_rows = 0
+        os._exit(17 if own.gather(rows).tobytes() == before else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    """
+    )
+    done = run(code, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2", PLE_OFFLOAD_THREADS="2")
+    assert done.returncode == 0, done.stderr
+
+
 def test_kernels_come_from_the_cache_the_second_time(folder: Path, tmp_path: Path) -> None:
     code = (
         LOOK_UP.replace("FOLDER", repr(str(folder)))

@@ -6,7 +6,8 @@ Why one place: numba has traps that only show in production, and each is answere
   compile at all. `kernel` compiles without a cache instead, and `cache_problem()` says why.
 * The `workqueue` threading layer aborts the process when two threads run parallel kernels at once. `parallel_turn`
   gives the turn to one thread; the others run the serial kernel, so nobody waits.
-* The `omp` layer ends a forked child that runs a parallel kernel. `check_not_forked` raises before that can happen.
+* The `omp` layer ends a forked child that runs a parallel kernel. `check_not_forked` refuses the parent's tables there,
+  and `parallel_turn` leaves a table that the child opened to one thread.
 * Waking the threads costs 5 to 120 us, depending on layer and machine. `wake_up_us` measures it.
 
 Kernels address memory by number (uint64 addresses): rows live in mappings that no NumPy array describes well, and a row
@@ -62,10 +63,16 @@ def cache_problem() -> str | None:
 
 @contextlib.contextmanager
 def parallel_turn() -> Iterator[bool]:
-    """Yield True to the one thread that may run a parallel kernel now, False to any other; never waits."""
+    """Yield True to the one thread that may run a parallel kernel now, False to any other; never waits.
+
+    Never True in a forked child of a process that ran one: the child computes on one thread.
+    """
+    global _threads_pid
     mine = _turn.acquire(blocking=False)
     try:
-        yield mine
+        if mine and _threads_pid is None:
+            _threads_pid = pid
+        yield mine and _threads_pid == pid
     finally:
         if mine:
             _turn.release()
@@ -73,6 +80,8 @@ def parallel_turn() -> Iterator[bool]:
 
 # This process; kept right by a hook, because every lookup compares it and asking the kernel takes as long as a lock.
 pid = os.getpid()
+# The process in which numba's threads were started. A forked child has none of them, and OpenMP ends a child that asks.
+_threads_pid: int | None = None
 
 
 def _after_fork() -> None:
