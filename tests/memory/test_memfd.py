@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ple_offload.errors import StoreError
+from ple_offload.memory import mapping as mapping_module
 from ple_offload.memory import memfd
 from ple_offload.memory.mapping import HUGE_PAGE_BYTES, Mapping, collapse
 
@@ -95,6 +98,17 @@ def test_a_range_without_a_whole_huge_page_is_left_alone() -> None:
     mapping.close()
     mapping.close()
     os.close(fd)
+
+
+def test_a_map_that_failed_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unmapped again by the destructor, it would tear a hole into whatever lies there by then."""
+    given_back: list[int] = []
+    libc = SimpleNamespace(mmap=mapping_module._libc.mmap, munmap=lambda address, num_bytes: given_back.append(address))
+    monkeypatch.setattr(mapping_module, "_libc", libc)
+    with pytest.raises(StoreError, match="Bad file descriptor"):
+        Mapping(-1, 4096, what="table t")
+    gc.collect()
+    assert len(given_back) == 1
 
 
 def test_a_map_that_the_kernel_refuses_is_an_error_with_the_remedy() -> None:

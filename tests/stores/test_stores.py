@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_closing_releases_maps_and_descriptors_and_is_safe_twice(open_store: Ope
     assert (maps(), descriptors()) != before
     store.close()
     store.close()
+    assert (maps(), descriptors()) == before
+
+
+@pytest.mark.parametrize("opener", [open_ram, open_file])
+def test_a_store_that_nobody_closes_leaves_nothing_either(opener: Open, tmp_path: Path) -> None:
+    segments, _ = write(tmp_path, [1000, 1000])
+    before = maps(), descriptors()
+    store = opener(segments)
+    assert (maps(), descriptors()) != before
+    del store
+    gc.collect()
     assert (maps(), descriptors()) == before
 
 

@@ -64,6 +64,7 @@ class Mapping:
             _map(self.address, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset, what)
         except StoreError:
             _libc.munmap(start, reserved)
+            self.address = 0  # or the destructor would unmap what lies there by then
             raise
         if self.address > start:
             _libc.munmap(start, self.address - start)

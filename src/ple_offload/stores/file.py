@@ -11,6 +11,7 @@ file's size and modification time with those at opening. A file replaced by rena
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,3 +102,7 @@ class FileStore:
         for fd, _ in self._files.values():
             os.close(fd)
         self._mappings, self._files = [], {}
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()

@@ -9,6 +9,7 @@ measured, this loads a warm file twice as fast as a plain fill, and random gathe
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 from ple_offload.checkpoint.reader import ReadJob, read_into
@@ -34,6 +35,7 @@ class RamStore:
         num_rows = sum(segment.num_rows for segment in segments)
         self._num_bytes = num_rows * row_bytes
         self._collapse_errno = 0
+        self.fd = -1
         fd = memfd.create(f"ple-offload {name}", self._num_bytes)
         try:
             writable = Mapping(fd, self._num_bytes, writable=True, what=f"table {name}")
@@ -58,12 +60,13 @@ class RamStore:
         except BaseException:
             os.close(fd)
             raise
-        self.fd = memfd.seal(fd, name)
+        fd = memfd.seal(fd, name)
         try:
-            self._mapping = memfd.map_read_only(self.fd, self._num_bytes, f"table {name}")
+            self._mapping = memfd.map_read_only(fd, self._num_bytes, f"table {name}")
         except BaseException:
-            os.close(self.fd)
+            os.close(fd)
             raise
+        self.fd = fd
         self.rows = RowMap.of([self._mapping.address], [num_rows])
 
     def _collapse(self, address: int, num_bytes: int) -> None:
@@ -86,3 +89,8 @@ class RamStore:
             self._mapping.close()
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        # a descriptor that nobody closes keeps the whole table in memory
+        if not sys.is_finalizing():
+            self.close()
