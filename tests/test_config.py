@@ -37,6 +37,7 @@ def test_empty_means_unset() -> None:
         ("PLE_OFFLOAD_THREADS", "-1", "a whole number from 1 to 4096"),
         ("PLE_OFFLOAD_THREADS", "two", "a whole number from 1 to 4096"),
         ("PLE_OFFLOAD_THREADS", "4097", "a whole number from 1 to 4096"),
+        ("PLE_OFFLOAD_THREADS", "9" * 5000, "a whole number from 1 to 4096"),
         ("PLE_OFFLOAD_THREADS", "\N{SUPERSCRIPT TWO}", "a whole number from 1 to 4096"),
         ("PLE_OFFLOAD_SKIP_MEMORY_CHECK", "yes", "0 or 1"),
         ("PLE_OFFLOAD_LOG", "loud", "one of debug, info, warning, error"),

@@ -154,7 +154,9 @@ def test_padding_behind_the_last_request_is_not_looked_at(table: Table) -> None:
         (([1], [0, 1], [[7]]), r"ngram_context: expected shape .* = \[1, 2\], found \[1, 1\]"),
         (([1], None, [[7, 7], [7, 7]]), r"ngram_context: expected shape"),
         (([1], [0, 1], [7, 7]), "ngram_context: expected 2 dimensions"),
-        (([2**63],), r"input_ids\[0\]"),
+        (([2**63],), r"input_ids\[0\] = 9223372036854775807"),
+        (([2**64],), "input_ids: expected integers"),
+        (([[1], [2, 3]],), "input_ids: expected integers, found lists of different lengths"),
     ],
 )
 def test_bad_input_is_named(table: Table, arguments: tuple[Any, ...], words: str) -> None:
@@ -168,6 +170,62 @@ def test_bad_input_is_named(table: Table, arguments: tuple[Any, ...], words: str
 def test_a_row_number_outside_the_table_is_named(table: Table, bad: int) -> None:
     with pytest.raises(TokenIdError, match=rf"row number {bad} \(at index 2 of 3\): expected 0 to {tiny.ROWS - 1}"):
         table.gather([0, 1, bad])
+
+
+def test_out_may_share_memory_with_the_inputs(table: Table) -> None:
+    rows = table.row_numbers(IDS, STARTS, CONTEXT)
+    buffer = np.zeros(rows.size + 200, np.int64)
+    for place in (0, rows.size - len(IDS)):  # at the start and at the end of what is written
+        for name in ("ids", "starts", "context"):
+            arguments = {"ids": IDS, "starts": STARTS, "context": CONTEXT}
+            inside = buffer[place : place + arguments[name].size].reshape(arguments[name].shape)
+            inside[:] = arguments[name]
+            arguments[name] = inside
+            out = buffer[: rows.size].reshape(rows.shape)
+            assert np.array_equal(table.row_numbers(*arguments.values(), out=out), rows), (name, place)
+    values = table.gather(rows, dtype="fp32")
+    buffer = np.zeros(values.size, np.float32)
+    for place in (0, values.size - 2 * rows.size):
+        inside = buffer[place : place + 2 * rows.size].view(np.int64).reshape(rows.shape)
+        inside[:] = rows
+        found = table.gather(inside, dtype="fp32", out=buffer.reshape(values.shape))
+        assert found.tobytes() == values.tobytes()
+
+
+def test_inputs_that_compiled_code_would_see_as_another_kind_compile_nothing(table: Table) -> None:
+    from ple_offload.families import qwen_ple
+
+    want = table.row_numbers(IDS, STARTS, CONTEXT)
+    kinds = len(qwen_ple._row_numbers.signatures)
+    unaligned = np.frombuffer(b"." + IDS.tobytes(), np.uint8)[1:].view(np.int64)
+    read_only = np.frombuffer(IDS.tobytes(), np.int64)
+    for ids in (unaligned, read_only, IDS.astype(">i8"), np.repeat(IDS, 2)[::2]):
+        assert np.array_equal(table.row_numbers(ids, STARTS, np.broadcast_to(CONTEXT, CONTEXT.shape)), want)
+    assert len(qwen_ple._row_numbers.signatures) == kinds
+
+
+def test_a_sparse_tensor_is_refused(table: Table) -> None:
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    with pytest.raises(UsageError, match="input_ids: expected a dense tensor"):
+        table.lookup(torch.ones(2, dtype=torch.int64).to_sparse())
+
+
+def test_one_row_number_gives_one_row(table: Table) -> None:
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    for row in (3, np.int64(3), np.array(3), torch.tensor(3)):
+        assert tuple(table.gather(row).shape) == (table.row_dim,)
+
+
+def test_every_spelling_of_a_dtype(table: Table) -> None:
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    spellings = {
+        "bf16": ["bf16", "bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), torch.bfloat16],
+        "fp16": ["fp16", "float16", np.float16, np.dtype(np.float16), torch.float16],
+        "fp32": ["fp32", "float32", np.float32, np.dtype(np.float32), torch.float32],
+    }
+    for name, ways in spellings.items():
+        for way in ways:
+            assert table.lookup([1], dtype=way).dtype == VALUE_DTYPES[name]
 
 
 def test_bad_out_buffers_and_dtypes_are_refused(table: Table) -> None:
@@ -192,8 +250,9 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
     folder = tiny.write_default(tmp_path)
     with pytest.raises(UsageError, match="tier: expected one of auto, ram, file, found 'disk'"):
         open_table(folder, tier="disk")
-    with pytest.raises(UsageError, match="threads: expected at least 1"):
-        open_table(folder, threads=0)
+    for threads in (0, 4097, 1.5, "2"):
+        with pytest.raises(UsageError, match="threads: expected a whole number from 1 to 4096"):
+            open_table(folder, threads=threads)
     with pytest.raises(UsageError, match="layer"):
         open_table(folder, layer=2)
 
@@ -243,6 +302,28 @@ def test_a_closed_table_says_so_and_close_waits_for_running_lookups(tmp_path: Pa
     assert sum(isinstance(r, StoreError) for r in results) == 3
     with pytest.raises(StoreError, match=r"table layers.1 cannot be read: it was closed"):
         table.lookup([1])
+
+
+def test_threads_that_close_at_once_release_the_memory_once(tmp_path: Path, tier: str) -> None:
+    folder = tiny.write_default(tmp_path)
+    failures: list[BaseException] = []
+
+    def close(table: Table, together: threading.Barrier) -> None:
+        together.wait(10)
+        try:
+            table.close()
+        except BaseException as error:
+            failures.append(error)
+
+    for _ in range(20):
+        table = open_table(folder, tier=tier)
+        together = threading.Barrier(4)
+        threads = [threading.Thread(target=close, args=(table, together)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert not failures
 
 
 def test_a_file_that_changes_closes_the_table_for_good(tmp_path: Path) -> None:

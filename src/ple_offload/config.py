@@ -18,6 +18,7 @@ from ple_offload.errors import UsageError
 
 PREFIX = "PLE_OFFLOAD_"
 WORKER_KINDS = ("inline", "spawn", "unix")
+MAX_THREADS = 4096
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -35,8 +36,9 @@ class Settings:
 
 
 def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 4096):
-        raise ValueError("a whole number from 1 to 4096")
+    # the length first: Python refuses to read a number of thousands of digits
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= MAX_THREADS):
+        raise ValueError(f"a whole number from 1 to {MAX_THREADS}")
     return int(text)
 
 

@@ -70,8 +70,8 @@ def open_table(
         raise UsageError(f"tier: expected one of {', '.join(TIERS)}, found {tier!r}.")
     if threads is None:
         threads = config.num_threads()
-    elif threads < 1:
-        raise UsageError(f"threads: expected at least 1, found {threads}.")
+    elif not isinstance(threads, int) or not 1 <= threads <= config.MAX_THREADS:
+        raise UsageError(f"threads: expected a whole number from 1 to {config.MAX_THREADS}, found {threads!r}.")
     if skip_memory_check is None:
         skip_memory_check = config.settings().skip_memory_check
     spec = inspect(path).table(layer)
@@ -119,6 +119,7 @@ class Table:
         self._failure: str | None = None
         self._users = 0  # lookups running now; close waits for them
         self._lock = threading.Lock()  # of the two above
+        self._closing = threading.Lock()
         self._next_check_s = 0.0
         # rows from which a parallel gather pays: the time saved by sharing must be twice the waking
         saved_us = ROW_US * (1 - 1 / threads)
@@ -179,6 +180,8 @@ class Table:
         ids, starts, context = self._step(input_ids, query_start_loc, ngram_context)
         shape = (int(starts[-1]), self.rows_per_token)
         result, array = _output(out, shape, np.dtype(np.int64), _is_torch(input_ids))
+        if out is not None:
+            ids, context = _apart(ids, array), _apart(context, array)
         self.row_numbers_into(ids, starts, context, array)
         return result
 
@@ -191,6 +194,8 @@ class Table:
         name = "stored" if isinstance(dtype, str) and dtype == "stored" else self._dtype_name(dtype)
         width, value_dtype = self._row_of(name)
         result, array = _output(out, (*numbers.shape, width), value_dtype, _is_torch(rows))
+        if out is not None:
+            numbers = _apart(numbers, array)
         self.gather_into(numbers.reshape(-1), name, array)
         return result
 
@@ -231,9 +236,10 @@ class Table:
         """Wait for the lookups that are running, then release the memory; safe to call twice."""
         with self._lock:
             self._failure = self._failure or "it was closed"
-        while self._users:
-            time.sleep(0.001)
-        self.store.close()
+        with self._closing:  # of two threads that close, the second finds nothing left
+            while self._users:
+                time.sleep(0.001)
+            self.store.close()
 
     def __enter__(self) -> Table:
         return self
@@ -251,7 +257,8 @@ class Table:
         if query_start_loc is None:
             starts = _one_request(ids.size)
         else:
-            starts = _integers("query_start_loc", query_start_loc, ndim=1)
+            # a copy: what was checked must not change before the last use, it decides where results are written
+            starts = _integers("query_start_loc", query_start_loc, ndim=1).copy()
             if starts.size == 0:
                 raise UsageError("query_start_loc: expected num_reqs + 1 values, found none.")
             self.check_query_start_loc(starts, ids.size)
@@ -370,6 +377,7 @@ _INT64 = np.dtype(np.int64)
 _DTYPE_NAMES = {
     **{name: name for name in VALUE_DTYPES},
     **{str(dtype): name for name, dtype in VALUE_DTYPES.items()},
+    **{str(dtype.type): name for name, dtype in VALUE_DTYPES.items()},
     **{f"torch.{dtype}": name for name, dtype in VALUE_DTYPES.items()},
 }
 
@@ -380,28 +388,47 @@ def _is_torch(value: Any) -> bool:
 
 
 def _integers(what: str, value: Any, ndim: int | None = None) -> npt.NDArray[np.int64]:
-    """A C-contiguous int64 array of a list, NumPy array or torch CPU tensor of integers."""
-    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == (ndim or value.ndim):
-        return value if value.flags.c_contiguous else np.ascontiguousarray(value)  # as nearly always: no more questions
+    """A list, NumPy array or torch CPU tensor of integers as the int64 array that the kernels are compiled for.
+
+    That is C-contiguous, aligned and writable (`carray`): for any other kind numba would compile in the middle of a lookup.
+    """
     if (
         type(value) is np.ndarray
-        and value.dtype == np.int64
-        and value.flags.c_contiguous
-        and ndim in (None, value.ndim)
+        and value.dtype is _INT64
+        and value.ndim == (ndim or value.ndim)
+        and value.flags.carray
     ):
-        return value
+        return value  # as nearly always: no more questions
     if _is_torch(value):
         if value.device.type != "cpu":
             raise UsageError(f"{what}: expected a CPU tensor, found one on {value.device}. Copy it to the CPU first.")
-        value = (value.detach() if value.requires_grad else value).numpy()
-    array = np.asarray(value)
+        value = _dense(what, value)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise UsageError(f"{what}: expected integers, found lists of different lengths.") from None
     if array.size == 0 and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     if array.dtype.kind not in "iu":
         raise UsageError(f"{what}: expected integers, found {array.dtype}.")
     if ndim is not None and array.ndim != ndim:
         raise UsageError(f"{what}: expected {ndim} dimension{'s'[: ndim > 1]}, found shape {list(array.shape)}.")
-    return np.ascontiguousarray(array, np.int64)
+    if array.dtype == np.uint64:
+        array = np.minimum(array, np.uint64(2**63 - 1))  # what int64 cannot hold must not come out negative
+    return np.require(array, np.int64, ["C", "A", "W"])
+
+
+def _dense(what: str, tensor: Any) -> npt.NDArray[Any]:
+    try:
+        array: npt.NDArray[Any] = tensor.detach().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(f"{what}: expected a dense tensor with memory of its own: {error}") from error
+    return array
+
+
+def _apart(array: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """`array`, copied if it shares memory with `out`: kernels write results while they still read inputs."""
+    return array.copy() if np.may_share_memory(array, out) else array
 
 
 def _output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], torch_result: bool) -> tuple[Any, npt.NDArray[Any]]:
