@@ -22,6 +22,7 @@ class Limits:
     """
 
     connect_s: float = 30.0  # until somebody listens at the address
+    answer_s: float = 30.0  # until who listens there answers
     ready_s: float = 600.0  # until every rank of the session has connected
     no_progress_s: float = 5.0  # without a block, nor a beat of the worker's heart
     hard_cap_s: float = 60.0  # for one wait, whatever the worker does

@@ -308,14 +308,16 @@ class PleOffloadConnector:
 
     # ---- ending ---------------------------------------------------------------------------------------------------
 
-    def reconnect(self) -> None:
+    def reconnect(self, address: str | None = None) -> None:
         """Give the connection up and make a new one, with new buffers; steps in flight have failed and are dropped.
 
+        address: of another worker, such as a `SpawnedWorker` started for one that died; by default the same.
         Every rank of a session that lost its worker reconnects, and every rank of a DP group that lost one. Step numbers go
         on, from the highest that any rank of the group has counted.
         """
         if self._closed:
             raise UsageError("the connector is closed.")
+        self._address = self._address if address is None else address
         self._transport.close()
         self.metrics.reconnects += 1
         for step in self._flight:

@@ -88,12 +88,12 @@ class RemoteTransport:
     # ---- connecting -----------------------------------------------------------------------------------------------
 
     def _connect(self, step: int) -> None:
-        config, deadline = self._config, time.monotonic() + self._limits.ready_s
+        config = self._config
         self._channel = Channel.connect(self._address, self._limits.connect_s)
         self._resources.callback(self._channel.close)
         _transports.add(self)
         self._send(Ask(PROTOCOL_VERSION, config.checkpoint))
-        answer, _ = self._await(Facts, deadline, "its facts")
+        answer, _ = self._await(Facts, "its facts", "answer_s")
         self.worker = f"worker {answer.pid} at {self._address}" + (f" (log: {answer.log})" if answer.log else "")
         by_layer = {facts.layer: facts for facts in answer.layers}
         missing = [port.layer for port in self._ports if port.layer not in by_layer]
@@ -130,7 +130,7 @@ class RemoteTransport:
         region_fd, doorbell_fd = self._make_region()
         if not self._channel.send(hello, (region_fd, doorbell_fd)):
             raise ConnectionLostError(f"{self.worker}: it does not take the Hello.")
-        welcome, (heartbeat_fd,) = self._await(Welcome, deadline, "a Welcome")
+        welcome, (heartbeat_fd,) = self._await(Welcome, "a Welcome", "answer_s")
         self._epoch = welcome.epoch
         try:
             heartbeat = Mapping(heartbeat_fd, PAGE, what="heartbeat")
@@ -138,7 +138,7 @@ class RemoteTransport:
             os.close(heartbeat_fd)
         self._resources.callback(heartbeat.close)
         self._heartbeat = np.uint64(heartbeat.address)
-        self.counted: int = self._await(Ready, deadline, "every rank of the session")[0].step
+        self.counted: int = self._await(Ready, "every rank of the session", "ready_s")[0].step
         self._prepare_readers()
 
     def _wish(self, port: PortSpec) -> LayerWish:
@@ -205,14 +205,16 @@ class RemoteTransport:
         if not self._channel.send(message):
             raise ConnectionLostError(f"{self.worker}: it does not take a {type(message).__name__}.")
 
-    def _await(self, kind: type[Any], deadline: float, what: str) -> tuple[Any, tuple[int, ...]]:
-        """The next message, which must be of this kind; a refusal is raised as what it is."""
-        received = self._channel.receive(max(0.0, deadline - time.monotonic()))
+    def _await(self, kind: type[Any], what: str, limit: str) -> tuple[Any, tuple[int, ...]]:
+        """The next message, which must be of this kind; a refusal is raised as what it is. limit: its name in `Limits`."""
+        limit_s = getattr(self._limits, limit)
+        received = self._channel.receive(limit_s)
         if received is None:
-            raise ConnectionLostError(
-                f"{self.worker}: waited {self._limits.ready_s:g} s (limit ready_s) for {what}. "
-                f"Session {self._config.session!r} needs {self._config.dp_size} x {self._config.tp_size} ranks."
+            config = self._config
+            ranks = (
+                f" Session {config.session!r} needs {config.dp_size} x {config.tp_size} ranks." if kind is Ready else ""
             )
+            raise ConnectionLostError(f"{self.worker}: waited {limit_s:g} s (limit {limit}) for {what}.{ranks}")
         message, descriptors = received
         if isinstance(message, kind):
             return message, descriptors
