@@ -1,4 +1,4 @@
-"""Adapters for the engines people run. Each file here imports its engine; this one imports none of them."""
+"""Adapters for the engines people run: a file each, the only ones that import an engine. This one imports none of them."""
 
 from __future__ import annotations
 

@@ -18,8 +18,10 @@ What differs from an ordinary model, on purpose:
 * The rows are looked up on the CPU and moved to the device of the ids.
 * The table is frozen. Everything else can be trained; a forward in training mode warns.
 * `save_pretrained` refuses unless told `without_table=True`, see there.
-* `copy.deepcopy` shares the open tables, and closing closes them for all copies; `pickle` and `torch.save` of
-  the whole model refuse (a `state_dict()` is fine).
+* `copy.deepcopy` shares the open tables or the connection to their worker, and closing closes them for all
+  copies; `pickle` and `torch.save` of the whole model refuse (a `state_dict()` is fine).
+* With worker="spawn" or "unix:/path" another process has the tables, and each forward asks it. When it is lost,
+  the forward raises `ConnectionLostError`; `model.ple_offload.reconnect()` starts over.
 * `torch.compile` breaks the graph at the lookup, so `fullgraph=True` cannot be used.
 """
 
@@ -28,12 +30,14 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from ple_offload.config import worker_kind
+from ple_offload.connector.config import Limits
 from ple_offload.errors import CheckpointError, StoreError, UsageError
 from ple_offload.families.qwen_ple import QwenPle
 from ple_offload.spec import CheckpointSpec, TableSpec
@@ -59,6 +63,8 @@ except ImportError as error:
         "pip install --upgrade 'ple-offload[transformers]'"
     ) from error
 
+from ple_offload.engines.remote import RemoteTables  # noqa: E402  it needs torch, which may have been missing
+
 # Options of transformers' from_pretrained that would read the table, or that are not supported.
 _REFUSED_OPTIONS = {
     "state_dict": "the weights are read from the checkpoint",
@@ -75,20 +81,51 @@ _REFUSED_OPTIONS = {
 
 
 class PleOffload:
-    """The open tables of one model, as `model.ple_offload`. Copies of the model share it.
+    """The open tables of one model, or its connection to their worker, as `model.ple_offload`. Copies share it.
 
-    `tables` maps the zero-based decoder layer to its open `Table`, and is empty once closed.
+    `tables` maps the zero-based decoder layer to its open `Table`; empty once closed, and where a worker has them.
+    `remote` is the connection to the worker: its `address`, its `process` if it was spawned, its `connectors`; None for
+    worker "inline".
     """
 
-    def __init__(self, path: Path, tables: Mapping[int, Table]) -> None:
+    def __init__(
+        self, path: Path, layers: Sequence[int], tables: Mapping[int, Table], remote: RemoteTables | None
+    ) -> None:
         self.path = path
+        self.layers = tuple(layers)
         self.tables: Mapping[int, Table] = MappingProxyType(dict(tables))
+        self.remote = remote
+        self._closed = False
+
+    def lookup(self, layer: int, ids: torch.Tensor, context: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Values (batch, seq, embed_dim) of (batch, seq) ids behind a (batch, context_len) context, all on the CPU."""
+        if self._closed:
+            raise StoreError(
+                f"the table of PLE layer {layer} of {self.path} was closed; load the model again to use it"
+            )
+        if self.remote is not None:
+            return self.remote.lookup(layer, ids, context, dtype)
+        batch, seq = ids.shape
+        starts = torch.arange(batch + 1, device="cpu") * seq
+        values: torch.Tensor = self.tables[layer].lookup(ids.reshape(-1), starts, context, dtype=dtype)
+        return values.view(batch, seq, -1)
+
+    def reconnect(self) -> None:
+        """Start over after the worker was lost; a spawned one is started anew. Without a worker there is nothing to do."""
+        if self.remote is not None:
+            self.remote.reconnect()
 
     def close(self) -> None:
-        """Close the tables; every later forward of the model raises `StoreError`. May be called twice."""
+        """Close the tables, or leave the worker and end it if it was spawned; may be called twice.
+
+        Every later forward of the model raises `StoreError`.
+        """
+        self._closed = True
         tables, self.tables = self.tables, MappingProxyType({})
         for table in tables.values():
             table.close()
+        if self.remote is not None:
+            self.remote.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PleOffload:
         return self
@@ -100,7 +137,8 @@ class PleOffload:
         )
 
     def __repr__(self) -> str:
-        return f"PleOffload({str(self.path)!r}, layers={sorted(self.tables) or 'closed'})"
+        worker = "inline" if self.remote is None else self.remote.address
+        return f"PleOffload({str(self.path)!r}, worker={worker!r}, layers={'closed' if self._closed else self.layers})"
 
 
 class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
@@ -124,7 +162,8 @@ class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
         `input_ids` is `(batch, seq)`, any integer dtype and device; the result is `(batch, seq, embed_dim)`
         on the same device in the model's dtype. With a cache, the ids before this chunk come from it and the
         last ones of this chunk are left in it, in the place and form in which transformers keeps them.
-        Raises `StoreError` once the tables are closed, `TokenIdError` for an id outside the vocabulary.
+        Raises `StoreError` once the tables are closed; for an id outside the vocabulary `TokenIdError`, or `StepError`
+        where a worker has the tables; `ConnectionLostError` when that worker is lost.
         """
         input_ids = input_ids.long()
         context = self._exchange_context(input_ids, cache)
@@ -173,28 +212,12 @@ class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
     @torch.compiler.disable
     def _lookup(self, input_ids: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """`(batch, seq, embed_dim)` on the CPU in the model's dtype."""
-        batch, seq = input_ids.shape
-        values: torch.Tensor = self._table().lookup(
-            input_ids.reshape(-1).cpu(),
-            torch.arange(batch + 1, device="cpu") * seq,
-            context.cpu(),
-            dtype=self.activation.dtype,
-        )
-        return values.view(batch, seq, -1)
-
-    def _table(self) -> Table:
         if self.offload is None:
             raise StoreError(
                 f"the PLE layer {self.layer_idx} has no table: load this model with "
                 "ple_offload.engines.transformers.from_pretrained, not with the class's own method"
             )
-        table = self.offload.tables.get(self.layer_idx)
-        if table is None:
-            raise StoreError(
-                f"the table of PLE layer {self.layer_idx} of {self.offload.path} was closed; "
-                "load the model again to use it"
-            )
-        return table
+        return self.offload.lookup(self.layer_idx, input_ids.cpu(), context.cpu(), self.activation.dtype)
 
 
 class _TableOutside:
@@ -249,6 +272,9 @@ class Qwen4ExpForConditionalGeneration(_TableOutside, modeling.Qwen4ExpForCondit
 # transformers sets torch's default dtype, which all threads share, while it builds a model.
 _LOADING = threading.Lock()
 
+# Why an option does not go with a kind of worker.
+_NOT_OF = {"inline": "it is for a worker process", "unix": "the daemon was told when it was started"}
+
 # What to build for a checkpoint whose config names no architecture.
 _MODEL_TYPES = {"qwen4_exp": "Qwen4ExpForConditionalGeneration", "qwen4_exp_text": "Qwen4ExpForCausalLM"}
 _MODEL_CLASSES = {cls.__name__: cls for cls in (Qwen4ExpForCausalLM, Qwen4ExpForConditionalGeneration)}
@@ -258,10 +284,13 @@ def from_pretrained(
     path: str | Path,
     *,
     tier: str = "auto",
+    worker: str = "inline",
     architecture: str | None = None,
     threads: int | None = None,
     progress: bool = False,
     skip_memory_check: bool | None = None,
+    max_num_tokens: int | None = None,
+    limits: Limits | None = None,
     **options: Any,
 ) -> Any:
     """Load a Qwen4Exp checkpoint with its n-gram tables outside the model.
@@ -271,7 +300,13 @@ def from_pretrained(
         tier: where the rows live: "ram", "file" (read in place from the checkpoint), or "auto".
         architecture: "Qwen4ExpForCausalLM" or "Qwen4ExpForConditionalGeneration"; default: what the
             checkpoint names. The first also loads the text model of a multimodal checkpoint.
+        worker: who has the tables. "inline": this process. "spawn": a process that is started here and ends with
+            this one. "unix:/path": a daemon that was started with `ple-offload serve`, on this host; it has
+            chosen tier and threads.
         threads, progress, skip_memory_check: as for `ple_offload.open_table`.
+        max_num_tokens: with a worker: the most tokens of one lookup (default 8192), for which buffers are shared
+            with it; longer inputs take several.
+        limits: with a worker: how long things may take, a `ple_offload.connector.config.Limits`.
         options: passed on to transformers' own `from_pretrained` (dtype, attn_implementation, ...).
 
     Returns:
@@ -283,17 +318,46 @@ def from_pretrained(
         UsageError: an option or a model that is not supported, or a transformers that looks different.
         CheckpointError: the checkpoint is damaged, or its table is not the one that the model would use.
         MemoryLimitError: the table does not fit.
+        ConnectionLostError: the worker cannot be reached, or (ProtocolError) serves other tables.
     """
     for name in options:
         if name in _REFUSED_OPTIONS and options[name] not in (None, False, ""):
             raise UsageError(f"from_pretrained cannot take {name}={options[name]!r}: {_REFUSED_OPTIONS[name]}")
+    kind = worker_kind(worker)
+    loading: dict[str, Any] = {
+        "tier": tier,
+        "threads": threads,
+        "progress": progress,
+        "skip_memory_check": skip_memory_check,
+    }
+    remote: dict[str, Any] = {"max_num_tokens": max_num_tokens, "limits": limits}
+    for name, value in {"inline": remote, "spawn": {}, "unix": loading}[kind].items():
+        if value not in (None, False, "auto"):
+            raise UsageError(f"from_pretrained cannot take {name}={value!r} with worker={worker!r}: {_NOT_OF[kind]}")
     _require_seam()
     spec = inspect_checkpoint(path)
     model_class = _choose_class(spec, architecture)
     with _LOADING:
         result = model_class.from_pretrained(spec.path, use_safetensors=True, **options)
     model = result[0] if isinstance(result, tuple) else result
-    _attach_tables(model, spec, tier=tier, threads=threads, progress=progress, skip_memory_check=skip_memory_check)
+    lookups = _table_lookups(model, spec)
+    if kind == "inline":
+        with ExitStack() as opened:
+            tables = {layer: opened.enter_context(open_table(spec.path, layer, **loading)) for layer in lookups}
+            opened.pop_all()
+        model.ple_offload = PleOffload(spec.path, list(lookups), tables, None)
+    else:
+        given = {name: value for name, value in remote.items() if value is not None}
+        tables_there = RemoteTables(spec, worker, **given, **(loading if kind == "spawn" else {}))
+        model.ple_offload = PleOffload(spec.path, list(lookups), {}, tables_there)
+    for lookup in lookups.values():
+        lookup.offload = model.ple_offload
+    if model.ple_offload.remote is not None:
+        try:
+            model.ple_offload.remote.connect(next(iter(lookups.values())).activation.dtype)
+        except BaseException:
+            model.ple_offload.close()
+            raise
     return result
 
 
@@ -333,8 +397,8 @@ def _choose_class(spec: CheckpointSpec, architecture: str | None) -> Any:
     return _MODEL_CLASSES[architecture]
 
 
-def _attach_tables(model: Any, spec: CheckpointSpec, **options: Any) -> None:
-    """Check that the model needs just the checkpoint's tables, open those, and hand them to its layers."""
+def _table_lookups(model: Any, spec: CheckpointSpec) -> dict[int, TableLookup]:
+    """The model's lookups by decoder layer; checks that they need just the checkpoint's tables."""
     lookups = {m.layer_idx: m for m in model.modules() if isinstance(m, TableLookup)}
     expected = sorted(layer - 1 for layer in model.config.get_text_config().ple_layer_ids)  # the config counts from 1
     if sorted(lookups) != expected:
@@ -346,9 +410,4 @@ def _attach_tables(model: Any, spec: CheckpointSpec, **options: Any) -> None:
         )
     for table in spec.tables:
         lookups[table.layer].require_same_rows(table)
-    with ExitStack() as opened:
-        tables = {layer: opened.enter_context(open_table(spec.path, layer, **options)) for layer in expected}
-        opened.pop_all()
-    model.ple_offload = PleOffload(spec.path, tables)
-    for lookup in lookups.values():
-        lookup.offload = model.ple_offload
+    return lookups
