@@ -63,6 +63,29 @@ def test_without_a_writable_cache_folder_it_runs_and_says_so(folder: Path, tmp_p
     assert "cannot cache" in done.stdout
 
 
+@pytest.mark.parametrize("damage", ["index", "code", "full"])
+def test_a_cache_that_fails_costs_a_compilation_and_no_error(folder: Path, tmp_path: Path, damage: str) -> None:
+    cache = tmp_path / "cache"
+    code = LOOK_UP.replace("FOLDER", repr(str(folder))) + "    print(table.describe()['kernel_cache'])\n"
+    if damage == "full":  # no file may grow beyond 100 bytes
+        limit = "    import resource, signal\n    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        limit += "    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        done = run(limit + code, NUMBA_CACHE_DIR=str(cache), PLE_OFFLOAD_THREADS="1")
+        assert done.returncode == 0, done.stderr
+        assert "File too large" in done.stdout
+        return
+    assert run(code, NUMBA_CACHE_DIR=str(cache), PLE_OFFLOAD_THREADS="1").stdout == "on disk\n"
+    files = list(cache.rglob("*.nbi" if damage == "index" else "*.nbc"))
+    assert files
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-40])
+    done = run(code, NUMBA_CACHE_DIR=str(cache), PLE_OFFLOAD_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert str(cache) in done.stdout
+    again = run(code, NUMBA_CACHE_DIR=str(cache), PLE_OFFLOAD_THREADS="1")
+    assert again.stdout == "on disk\n", again.stderr  # it has mended itself
+
+
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
 def test_concurrent_callers_of_parallel_kernels(folder: Path, layer: str) -> None:
     """Eight threads, every gather parallel: `workqueue` alone would abort the process here."""

@@ -3,7 +3,8 @@
 Why one place: numba has traps that only show in production, and each is answered here once.
 
 * A read-only home and a read-only package folder leave numba no folder for its cache and it then refuses to
-  compile at all. `kernel` compiles without a cache instead, and `cache_problem()` says why.
+  compile at all; a full disk or a damaged cache file fails the lookup that needed it. `kernel` compiles without a cache
+  instead, and `cache_problem()` says why.
 * The `workqueue` threading layer aborts the process when two threads run parallel kernels at once. `parallel_turn`
   gives the turn to one thread; the others run the serial kernel, so nobody waits.
 * The `omp` layer ends a forked child that runs a parallel kernel. `check_not_forked` refuses the parent's tables there,
@@ -51,9 +52,40 @@ def kernel(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
         except RuntimeError as error:  # numba: "no locator available for file"
             _cache_problem = str(error)
             compiled = numba.njit(**options)(function)
+        else:
+            compiled._cache = _Cache(compiled._cache)
         return compiled
 
     return decorate
+
+
+class _Cache:
+    """numba's cache of one function, except that what cannot be read or written costs a compilation and no error."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        try:
+            return self._cache.load_overload(signature, target_context)
+        except Exception as error:  # a damaged file fails in whatever way its bytes make unpickling fail
+            self._note(error)
+            with contextlib.suppress(Exception):
+                self._cache.flush()  # else it would stay damaged for ever
+            return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        try:
+            self._cache.save_overload(signature, compiled)
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        global _cache_problem
+        _cache_problem = f"{self._cache.cache_path}: {type(error).__name__}: {error}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
 
 
 def cache_problem() -> str | None:
