@@ -160,6 +160,7 @@ class Table:
             self.row_dim,
             self.spec.format.name,
             self.spec.format.scale,
+            self.tier,
         )
 
     # ---- lookups --------------------------------------------------------------------------------------------------

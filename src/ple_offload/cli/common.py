@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ple_offload.config import worker_kind
 from ple_offload.errors import PleOffloadError, UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +70,13 @@ def add_worker(parser: argparse.ArgumentParser, default: str = "inline") -> None
         help="who looks rows up: inline (this process), spawn (a worker process of its own), or unix:/path "
         f"(`ple-offload serve` on this host); default: {default}",
     )
+
+
+def refuse_loading_options(args: argparse.Namespace) -> None:
+    """A daemon has opened its tables already: raise UsageError for options that say how."""
+    given = {"--tier": args.tier != "auto", "--skip-memory-check": args.skip_memory_check}
+    for option in [name for name, found in given.items() if found and worker_kind(args.worker) == "unix"]:
+        raise UsageError(f"{option} does not go with --worker {args.worker}: the daemon was told when it was started")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

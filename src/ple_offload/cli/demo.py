@@ -1,21 +1,25 @@
-"""See it work: a small random Qwen4Exp model generates with its n-gram table outside the model.
+"""See it work: a small random Qwen4Exp model generates with its n-gram table in another process.
 
-Writes a checkpoint, generates with the table outside, with the ordinary model, and with the table zeroed. The
-first two must be the same token for token; the third must differ, or the comparison would prove nothing.
+Writes a checkpoint, generates with the table served by a worker process, with the ordinary model, and with the table
+zeroed. The first two must be the same token for token; the third must differ, or the comparison would prove nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from ple_offload.cli.common import TIERS, add_json, gib, print_facts, print_json, require_transformers
+from ple_offload.cli.common import TIERS, add_json, add_worker, gib, print_facts, print_json, require_transformers
 from ple_offload.cli.generate import greedy, quiet_transformers
+from ple_offload.config import worker_kind
 from ple_offload.errors import StoreError, UsageError
 
-HELP = "generate with a small random model and its table outside, compare with the ordinary model"
+HELP = "generate with a small random model and its table in another process, compare with the ordinary model"
 
 # The table is most of the checkpoint, and all of it still runs in seconds on one core.
 CHECKPOINT: dict[str, Any] = {"ngram_vocab_size_base": 20_000, "ple_embed_dim": 256, "max_shard_size": "4MB"}
@@ -25,21 +29,24 @@ MAX_NEW_TOKENS = 48
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", choices=TIERS, default="auto", help="where the rows live (default: auto)")
+    add_worker(parser, "spawn")
     parser.add_argument("--keep", metavar="FOLDER", help="write the checkpoint there and keep it")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    if worker_kind(args.worker) == "unix":
+        raise UsageError("demo: expected --worker spawn or inline; a daemon cannot have the table that is written now")
     require_transformers("demo")
     quiet_transformers()
     if args.keep:
         folder = Path(args.keep)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"--keep {folder}: expected a new or empty folder, found files in it")
-        report = compare(folder, args.tier)
+        report = compare(folder, args.tier, args.worker)
     else:
         with tempfile.TemporaryDirectory(prefix="ple-offload-demo-") as temporary:
-            report = compare(Path(temporary), args.tier)
+            report = compare(Path(temporary), args.tier, args.worker)
     if args.json:
         print_json(report)
     else:
@@ -54,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         raise StoreError("zeroing the table changed no token, so the comparison proves nothing; please report it")
 
 
-def compare(folder: Path, tier: str) -> dict[str, Any]:
+def compare(folder: Path, tier: str, worker: str) -> dict[str, Any]:
     """Write the checkpoint to `folder`, run the three models, and return what happened."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -67,13 +74,17 @@ def compare(folder: Path, tier: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     table = ple_offload.inspect(write_random_checkpoint(folder, **CHECKPOINT)).table()
 
-    model = engine.from_pretrained(folder, tier=tier)
-    try:
-        used_tier = model.ple_offload.tables[table.layer].tier
+    model = engine.from_pretrained(folder, tier=tier, worker=worker)
+    with contextlib.closing(model.ple_offload):
         offloaded_bytes = parameter_bytes(model)
         offloaded, offloaded_rate = timed(model)
-    finally:
-        model.ple_offload.close()
+        remote = model.ple_offload.remote
+        tables = model.ple_offload.tables
+        used_tier = tables[table.layer].tier if remote is None else remote.facts[table.layer].tier
+        process = (
+            None if remote is None else {"pid": remote.process.pid, "resident_bytes": resident(remote.process.pid)}
+        )
+        own_bytes = resident(os.getpid())
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     ordinary_bytes = parameter_bytes(model)
@@ -85,6 +96,9 @@ def compare(folder: Path, tier: str) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "tier": used_tier,
+        "worker": worker,
+        "worker_process": process,
+        "model_process": {"pid": os.getpid(), "resident_bytes": own_bytes},
         "table": f"{table.num_rows:,} rows x {table.row_dim} {table.format.name}",
         "table_bytes": table.size_bytes,
         "prompt_tokens": PROMPT,
@@ -105,6 +119,12 @@ def timed(model: Any) -> tuple[list[int], float]:
     return tokens, round(len(tokens) / seconds, 1)
 
 
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has mapped and touched."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) << 10 if found else 0
+
+
 def parameter_bytes(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
@@ -122,10 +142,17 @@ def show(report: dict[str, Any]) -> None:
     differs_at = first_difference(offloaded, ordinary)
     zeroed_at = first_difference(ordinary, report["zeroed_tokens"])
     saved = report["ordinary_parameter_bytes"] - report["offloaded_parameter_bytes"]
+    worker, own = report["worker_process"], report["model_process"]
+    processes = {"model process": f"pid {own['pid']}, {gib(own['resident_bytes'])} resident"}
+    if worker is not None:
+        processes["model process"] += ", without the table"
+        processes["worker process"] = f"pid {worker['pid']}, {gib(worker['resident_bytes'])} resident, has the table"
     print_facts(
-        "A random Qwen4Exp model, its n-gram table outside the model",
+        "A random Qwen4Exp model, its n-gram table "
+        + ("outside the model" if worker is None else "in another process"),
         {
             "table": f"{report['table']}, {gib(report['table_bytes'])}, tier {report['tier']}",
+            **processes,
             "prompt": spell(report["prompt_tokens"]),
             "table outside": spell(offloaded),
             "ordinary model": spell(ordinary),

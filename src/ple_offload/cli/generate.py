@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,14 @@ from ple_offload.cli.common import (
     add_json,
     add_path,
     add_tier,
+    add_worker,
     parse_tokens,
     print_json,
+    refuse_loading_options,
     require_transformers,
     show_progress,
 )
+from ple_offload.config import worker_kind
 from ple_offload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="default: 32")
     parser.add_argument("--device", default="cpu", help="device of the model as torch spells it (default: cpu)")
     add_tier(parser)
+    add_worker(parser)
     add_json(parser)
 
 
@@ -39,6 +44,8 @@ def run(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens: expected at least 1, found {args.max_new_tokens}")
     tokens = [] if args.tokens is None else parse_tokens(args)  # wrong usage is told before anything is opened
+    worker_kind(args.worker)
+    refuse_loading_options(args)
     require_transformers("generate")
     quiet_transformers()
     device = usable_device(args.device)
@@ -56,10 +63,12 @@ def run(args: argparse.Namespace) -> None:
     model = engine.from_pretrained(
         spec.path,
         tier=args.tier,
-        progress=show_progress(),
+        worker=args.worker,
+        progress=show_progress() and worker_kind(args.worker) != "unix",
         skip_memory_check=args.skip_memory_check or None,
-    ).to(device)
-    new_tokens, seconds = greedy(model, tokens, args.max_new_tokens)
+    )
+    with contextlib.closing(model.ple_offload):
+        new_tokens, seconds = greedy(model.to(device), tokens, args.max_new_tokens)
     text = None if tokenizer is None else tokenizer.decode(new_tokens)
     if args.json:
         print_json({"prompt_tokens": tokens, "new_tokens": new_tokens, "text": text, "generate_s": round(seconds, 4)})

@@ -35,6 +35,7 @@ from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
 from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError, UsageError
 from ple_offload.formats import VALUE_DTYPES
+from ple_offload.ipc.messages import LayerFacts
 from ple_offload.metrics import ConnectorCounters
 from ple_offload.table import Table
 
@@ -143,6 +144,11 @@ class PleOffloadConnector:
         transport = RemoteTransport(self.config, self._ports, self._address, self._step, self.metrics)
         self._step = transport.counted
         return transport
+
+    @property
+    def facts(self) -> list[LayerFacts]:
+        """What the worker says of each layer's table."""
+        return self._transport.facts
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ple_offload.config import worker_kind
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector
 from ple_offload.connector.config import Limits
 from ple_offload.errors import StoreError, UsageError
+from ple_offload.ipc.messages import LayerFacts
 from ple_offload.layer import PleOffloadLayer
 from ple_offload.spec import CheckpointSpec, fingerprint
 from ple_offload.worker.spawn import SpawnedWorker
@@ -79,6 +80,11 @@ class RemoteTables:
     def connectors(self) -> list[PleOffloadConnector]:
         """One for each dtype that was asked for; `metrics` of each counts."""
         return [client.connector for client in self._clients.values()]
+
+    @property
+    def facts(self) -> dict[int, LayerFacts]:
+        """What the worker says of each decoder layer's table; empty before the first connection."""
+        return {facts.layer: facts for connector in self.connectors for facts in connector.facts}
 
     def connect(self, dtype: torch.dtype) -> None:
         """Connect now instead of at the first lookup of this dtype."""

@@ -55,6 +55,7 @@ class LayerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_dim: int
     format: str  # of the stored bytes
     scale: float | None  # fp8_e4m3: one scale for the table
+    tier: str = ""  # where the worker has the rows: for messages, nothing follows from it
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
