@@ -76,7 +76,11 @@ def run(args: argparse.Namespace) -> None:
 
         parse_listen_address(args.metrics)
     if args.socket is None:
+        if args.group or args.allow_uid:
+            raise UsageError("--group and --allow-uid need --socket: a path in a folder that those users may enter")
         make_private(socket.parent)
+    else:
+        require_way_to(socket, group, args.allow_uid)
 
     from ple_offload.worker.main import open_tables
     from ple_offload.worker.server import PleOffloadWorker
@@ -121,6 +125,19 @@ def make_private(folder: Path) -> None:
         raise UsageError(
             f"{folder}: expected a folder of this user that nobody else can write, found mode {found.st_mode & 0o7777:o} "
             f"of uid {found.st_uid}. Remove it, or choose another place with --socket."
+        )
+
+
+def require_way_to(socket: Path, group: int | None, uids: list[int]) -> None:
+    """Raise UsageError for a folder above the socket that those who may connect cannot enter."""
+    for folder in [parent for parent in socket.parents if parent.is_dir()]:
+        found = folder.stat()
+        open_to_group = group is None or (found.st_gid == group and bool(found.st_mode & 0o010))
+        if found.st_mode & 0o001 or (open_to_group and set(uids) <= {found.st_uid}):
+            continue
+        raise UsageError(
+            f"--socket {socket}: those whom --group or --allow-uid lets in cannot enter {folder} (mode "
+            f"{found.st_mode & 0o7777:o}). Choose a folder they can enter, or one that does not exist yet."
         )
 
 

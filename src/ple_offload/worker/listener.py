@@ -1,7 +1,7 @@
 """A listening socket of the worker: bound without ever taking a living worker's place, gone when it is closed.
 
-A socket file's folder is made if it is missing: mode 0700, or 2770 and the group's where a group may connect. A folder that
-exists is left as it is: whoever may enter it and write the socket may try to connect, and the worker checks the uid.
+A socket file's folder is made if it is missing: mode 0700, or 2770 and the group's where a group may connect, or 0711 where
+other users may. A folder that exists is left as it is: whoever may enter it and write the socket may try to connect, and the worker checks the uid.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ LOCK_LIMIT_S = 10.0
 
 
 class Listener:
-    """Listens at `unix:/path` or `unix:@name`; `group`: a group id that may connect beside the socket file's owner.
+    """Listens at `unix:/path` or `unix:@name`.
+
+    group: a group id that may connect beside the socket file's owner. others: any user may try; the worker checks the uid.
 
     Raises UsageError when another process serves this address, or the path cannot be used; it leaves nothing behind then.
     """
 
-    def __init__(self, address: str, group: int | None = None) -> None:
+    def __init__(self, address: str, group: int | None = None, *, others: bool = False) -> None:
         where = parse_address(address)
         self.address = address
         self._path = None if where.startswith("\0") else Path(where)
@@ -41,7 +43,7 @@ class Listener:
                 self.sock.bind(where)
                 self.sock.listen(BACKLOG)
             else:
-                self._listen_at(self._path, group)
+                self._listen_at(self._path, group, others)
         except OSError as error:
             self.close()
             if error.errno == errno.EADDRINUSE:
@@ -53,8 +55,8 @@ class Listener:
             self.close()
             raise
 
-    def _listen_at(self, path: Path, group: int | None) -> None:
-        _make_folder(path.parent, group)
+    def _listen_at(self, path: Path, group: int | None, others: bool) -> None:
+        _make_folder(path.parent, group, others)
         with _locked(path.parent):
             _remove_dead_socket(path)
             before = os.umask(0o177)
@@ -65,6 +67,8 @@ class Listener:
             self._file = _file_of(path)
             if group is not None:
                 _give_to(path, group, 0o660)
+            if others:
+                path.chmod(0o666)
             # under the lock: a socket that does not listen yet looks like a dead one
             self.sock.listen(BACKLOG)
 
@@ -83,12 +87,14 @@ def _file_of(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _make_folder(folder: Path, group: int | None) -> None:
+def _make_folder(folder: Path, group: int | None, others: bool) -> None:
     if folder.is_dir():
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if group is not None:
         _give_to(folder, group, 0o2770)
+    if others:
+        folder.chmod(0o711)
 
 
 def _give_to(path: Path, group: int, mode: int) -> None:

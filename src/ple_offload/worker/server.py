@@ -133,7 +133,7 @@ class PleOffloadWorker:
 
         Raises UsageError when another worker serves this address, or the path cannot be used.
         """
-        listener = Listener(address, group)
+        listener = Listener(address, group, others=bool(self._allow_uids))
         self._listeners.append(listener)
         self._watch(listener.sock.fileno(), lambda: self._accept(listener.sock))
 
@@ -349,6 +349,8 @@ class PleOffloadWorker:
                 f"{channel.peer}: expected a region of at most {MAX_REGION_BYTES} bytes, found {layout.num_bytes}."
             )
         session = self._sessions.get(hello.session)
+        if session is not None:
+            self._hear_ends(session)
         if session is None or not session.ranks:
             # nobody is left of an earlier engine of this name: this is a new one
             old = session
@@ -366,6 +368,12 @@ class PleOffloadWorker:
         for name in ended[:-KEPT_SESSIONS]:
             del self._sessions[name]
         return rank, session
+
+    def _hear_ends(self, session: Session) -> None:
+        """Hear the ranks that have gone already, so that one that comes back at once is not taken for its own double."""
+        for rank in list(session.ranks.values()):
+            if rank in session.ranks.values():  # it may have gone with another of its group
+                self._hear(session, rank)
 
     def _find(self, peer: str, checkpoint: str) -> Served:
         names = [str(served.path) for served in self._served]
