@@ -42,7 +42,7 @@ LIMIT_S = 20.0
 
 
 class Engine:
-    """One engine process. Closed, or killed if it does not end, by `close`."""
+    """One engine process, or a worker's. Closed, or killed if it does not end, by `close`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -239,11 +239,17 @@ class Commands:
     def release(self) -> None:
         self.connector.release_outputs()
 
-    def reconnect(self) -> None:
-        self.connector.reconnect()
+    def reconnect(self, address: str | None = None) -> None:
+        self.connector.reconnect(address)
 
     def disconnect(self) -> None:
         self.connector.close()
+
+    def serve(self, path: str, address: str, **options: Any) -> None:
+        """Be a worker instead, until SIGTERM; see `faulty.serve`. Send it with `begin`."""
+        import faulty
+
+        faulty.serve(path, address, **options)
 
     def run(self, source: str, **names: Any) -> Any:
         """Execute Python with `engine`, the connector as `connector` and `names`; returns what it leaves in `result`."""
@@ -253,16 +259,16 @@ class Commands:
 
 
 def _serve(pipe: Connection) -> None:
+    """Do what is told until the other end has gone."""
     commands = Commands()
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
             name, args, options = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(("", getattr(commands, name)(*args, **options), ""))
-        except BaseException as error:
-            pipe.send((type(error).__name__, str(error), traceback.format_exc()))
+            try:
+                answer = ("", getattr(commands, name)(*args, **options), "")
+            except BaseException as error:
+                answer = (type(error).__name__, str(error), traceback.format_exc())
+            pipe.send(answer)
 
 
 def _load_kernels() -> None:
@@ -286,7 +292,7 @@ def _main(control: socket.socket) -> None:
 
     import ple_offload.connector
     import ple_offload.layer
-    import ple_offload.table  # noqa: F401
+    import ple_offload.worker.server  # noqa: F401
 
     torch.set_num_threads(1)
     _load_kernels()

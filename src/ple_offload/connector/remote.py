@@ -311,7 +311,8 @@ class RemoteTransport:
                     self._give_up(f"it sent a {type(message).__name__} in the middle of the steps")
         except ConnectionLostError as error:
             if self._lost is None:
-                self._give_up(str(error) if self._closing is None else f"it stopped: {self._closing}")
+                what = str(error).removeprefix(f"{self._channel.peer}: ").rstrip(".") + " (it died, or was ended)"
+                self._give_up(what if self._closing is None else f"it stopped: {self._closing}")
             raise
 
     def _raise_step_failed(self, step: int) -> None:
