@@ -13,8 +13,8 @@ from typing import Any
 from ple_offload import __version__
 from ple_offload.cli import host
 from ple_offload.cli.common import add_json, gib, print_facts, print_json
-from ple_offload.config import settings, usable_cpus, variable
-from ple_offload.errors import MemoryLimitError
+from ple_offload.config import default_socket, settings, usable_cpus, variable
+from ple_offload.errors import MemoryLimitError, PleOffloadError
 
 HELP = "memory, limits, huge pages, disk; which tier would be chosen, why, and what to change"
 
@@ -47,6 +47,7 @@ def collect(path: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     report["huge pages"] = huge_page_facts(advice)
     report["processors"] = processor_facts(advice)
     report["compiled code"] = compiled_code_facts(advice)
+    report["workers"] = worker_facts(advice)
     if path is not None:
         report.update(checkpoint_facts(path, advice))
     return report, advice
@@ -160,6 +161,43 @@ def compiled_code_facts(advice: list[str]) -> dict[str, Any]:
         "wake-up": f"{wake_up_us:.0f} us until all threads run",
         "cache": problem or "works",
     }
+
+
+def worker_facts(advice: list[str]) -> dict[str, Any]:
+    """Which kinds of worker would work here, and who listens at the daemon's usual place."""
+    from ple_offload.ipc.channel import Channel
+    from ple_offload.ipc.messages import PROTOCOL_VERSION, Ask, Facts, Refused
+    from ple_offload.memory import memfd
+
+    try:
+        os.close(memfd.seal_against_new_writers(memfd.create("ple-offload doctor", 4096), "doctor's memory"))
+        os.close(os.eventfd(0))
+        processes = "works"
+    except (OSError, PleOffloadError, AttributeError) as error:
+        processes = f"no: {error}"
+        advice.append(
+            f"workers: shared memory between processes does not work here ({error}), so only worker 'inline' can be used"
+        )
+    address = f"unix:{default_socket()}"
+    daemon = "nobody listens"
+    try:
+        channel = Channel.connect(address, 0)
+        try:
+            channel.send(Ask(PROTOCOL_VERSION, ""))
+            answer, _ = channel.receive(2) or (None, ())
+        finally:
+            channel.close()
+        if isinstance(answer, Facts):
+            daemon = f"worker process {answer.pid}, tables of layers {sorted(facts.layer for facts in answer.layers)}"
+        elif isinstance(answer, Refused):
+            daemon = f"a worker answers: {answer.reason}"
+        else:
+            daemon = "somebody listens and does not answer"
+            advice.append(f"workers: {address}: somebody listens and does not answer; stop that process")
+    except PleOffloadError as error:
+        if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
+            daemon = str(error)
+    return {"inline": "works", "spawn": processes, "serve": processes, "default socket": address, "there now": daemon}
 
 
 def filesystem_facts(path: Path, advice: list[str]) -> dict[str, Any]:

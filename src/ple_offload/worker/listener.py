@@ -1,7 +1,8 @@
 """A listening socket of the worker: bound without ever taking a living worker's place, gone when it is closed.
 
 A socket file's folder is made if it is missing: mode 0700, or 2770 and the group's where a group may connect, or 0711 where
-other users may. A folder that exists is left as it is: whoever may enter it and write the socket may try to connect, and the worker checks the uid.
+other users may. A folder that exists is left as it is: whoever may enter it and write the socket may try to connect, and the
+worker checks the uid.
 """
 
 from __future__ import annotations
