@@ -159,6 +159,11 @@ def test_a_model_id_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
         Checkpoint.open("owner/name")
 
 
+def test_a_path_that_cannot_be_looked_up() -> None:
+    with pytest.raises(UsageError, match=r"'x{119}\.\.\. .*: cannot be looked up: File name too long"):
+        Checkpoint.open("x" * 5000)
+
+
 def test_neither_folder_nor_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such folder"):
         Checkpoint.open(tmp_path / "nothing" / "here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ def test_settings_show_their_origin(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     shown = json.loads(capsys.readouterr().out)["settings"]
     assert shown["PLE_OFFLOAD_THREADS"] == "3 (from the environment)"
     assert shown["PLE_OFFLOAD_LOG"] == "warning (default)"
+
+
+def test_where_compiled_code_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert main(["doctor"]) == 0
+    assert "numba cannot be imported" in capsys.readouterr().out
 
 
 def test_a_path_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_no_new_token_is_wrong_usage(checkpoint: Path, capsys: pytest.CaptureFix
     assert "--max-new-tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "meta"])
 def test_a_device_that_is_not_there(device: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(checkpoint), "--tokens", "5", "--device", device]) == 2
     printed = capsys.readouterr()

@@ -50,6 +50,11 @@ def test_a_folder_that_is_not_there(checkpoint: Path, tmp_path: Path, capsys: py
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_a_folder_is_no_file_to_write(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lookup", str(checkpoint), "--tokens", "1", "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path}: expected a file to write, found a folder" in capsys.readouterr().err
+
+
 def test_a_bad_id_writes_no_file(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "values.npy"
     assert main(["lookup", str(checkpoint), "--tokens", "5000", "--out", str(out)]) == 2

@@ -62,6 +62,7 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
         (MemoryLimitError("too big"), 1),
         (PermissionError(13, "Permission denied", "/some/file"), 1),
         (ZeroDivisionError("a bug"), 1),
+        (ModuleNotFoundError("No module named 'numpy'"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -107,6 +108,30 @@ def test_a_closed_pipe_is_quiet(checkpoint: Path) -> None:
     os.close(write_end)
     assert done.returncode == 141
     assert done.stderr == b""
+
+
+COMMAND = [sys.executable, "-c", "import sys; from ple_offload.cli import main; sys.exit(main())"]
+
+
+@pytest.mark.parametrize("closed", ["1", "2"])
+def test_a_closed_stream_is_no_error(closed: str, checkpoint: Path, tmp_path: Path) -> None:
+    """`ple-offload lookup ... >&-`: Python then has None for the stream."""
+    arguments = ["lookup", str(checkpoint), "--tokens", "1", "--out", str(tmp_path / "values.npy")]
+    shell = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *COMMAND, *arguments]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "values.npy").read_bytes().startswith(b"\x93NUMPY")
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mod\N{LATIN SMALL LETTER E WITH GRAVE}le"
+    folder.symlink_to(checkpoint)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [*COMMAND, "inspect", str(folder)], capture_output=True, text=True, timeout=50, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mod\\xe8le: qwen4_exp" in done.stdout
 
 
 def test_interrupt_is_status_130() -> None:

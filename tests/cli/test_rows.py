@@ -65,6 +65,7 @@ def test_several_tables_need_a_layer(make_checkpoint: Callable[..., Path], capsy
         ("1,1000", ["input_ids[1] = 1000", "0 to 999"]),
         ("1,-1", ["input_ids[1] = -1", "0 to 999"]),
         ("1," + "9" * 30, ["9" * 30, "position 1"]),
+        ("1," + "9" * 5000, ["9" * 40 + "... (5000 characters)", "position 1"]),
     ],
 )
 def test_bad_ids(tokens: str, parts: list[str], checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

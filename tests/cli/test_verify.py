@@ -47,17 +47,22 @@ def test_a_different_row_is_found(
     assert "different         1\n" in printed.out
 
 
-def test_nan_in_a_row_is_damage(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("nan", [b"\xff\xff", b"\x81\x7f"], ids=["quiet", "signalling"])
+def test_nan_in_a_row_is_damage(
+    nan: bytes, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = tmp_path / "damaged"
     shutil.copytree(checkpoint, copy)
     segment = ple_offload.inspect(copy).table().segments[1]
     with segment.path.open("r+b") as file:
         file.seek(segment.offset)
-        file.write(b"\xff\xff")  # the first value of the segment's first row, which is always sampled
+        file.write(nan)  # the first value of the segment's first row, which is always sampled
     assert main(["verify", str(copy)]) == 2
     assert "NaN or infinity in 1 of" in capsys.readouterr().err
 
 
-def test_rows_must_be_positive(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_and_seed_must_be_positive(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(checkpoint), "--rows", "0"]) == 2
     assert "--rows" in capsys.readouterr().err
+    assert main(["verify", str(checkpoint), "--seed", "-1"]) == 2
+    assert "--seed: expected 0 or more, found -1" in capsys.readouterr().err

@@ -78,9 +78,13 @@ def test_the_refusal_has_the_figures_and_the_remedy(tmp_path: Path) -> None:
     fake = root(tmp_path, {})
     assert require_memory(8 * GIB, "table x", fake).available_bytes == 8 * GIB
     with pytest.raises(
-        MemoryLimitError, match=r"table x: needs 48\.00 GiB .* 8\.00 GiB is available .*MemAvailable.*file"
+        MemoryLimitError, match=r"table x: needs 48\.000 GiB .* 8\.000 GiB is available .*MemAvailable.*file"
     ):
         require_memory(48 * GIB, "table x", fake)
+    with pytest.raises(
+        MemoryLimitError, match=r"needs 8\.002 GiB .* 8\.000 GiB is"
+    ):  # a refusal of little shows how little
+        require_memory(8 * GIB + (2 << 20), "table x", fake)
 
 
 def test_this_machine_has_some_memory() -> None:

@@ -143,9 +143,13 @@ def _is_inside(file: Any) -> bool:
 
 def _find_folder(path: str | Path) -> Path:
     folder = Path(path)
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    try:
+        if folder.is_dir():
+            return folder
+        exists = folder.exists()
+    except OSError as error:  # too long a name, or no permission on the way there
+        raise UsageError(f"{shown(str(path))}: cannot be looked up: {error.strerror}. Give another path.") from error
+    if exists:
         raise UsageError(f"{path}: expected a checkpoint's folder, found a file. Give the folder that holds it.")
     cache = _hub_cache()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):

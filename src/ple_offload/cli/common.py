@@ -88,8 +88,10 @@ def parse_ids(text: str, option: str) -> list[int]:
     parts = text.replace(",", " ").split()
     for position, part in enumerate(parts):
         digits = part.removeprefix("-")
-        if not (digits.isascii() and digits.isdecimal() and int(digits) < 2**63):
-            raise UsageError(f"{option}: expected ids as in 1,2,3; found {part!r} at position {position}")
+        # the length first: Python refuses to read a number of thousands of digits
+        if not (digits.isascii() and digits.isdecimal() and len(digits) <= 19 and int(digits) < 2**63):
+            found = part if len(part) <= 40 else f"{part[:40]}... ({len(part)} characters)"
+            raise UsageError(f"{option}: expected ids as in 1,2,3; found {found!r} at position {position}")
     return [int(part) for part in parts]
 
 

@@ -139,9 +139,13 @@ def processor_facts(advice: list[str]) -> dict[str, Any]:
 
 
 def compiled_code_facts(advice: list[str]) -> dict[str, Any]:
-    import numba
+    try:
+        import numba
 
-    from ple_offload import native
+        from ple_offload import native
+    except Exception as error:  # whatever a broken installation raises: doctor is for just that
+        advice.append(f"compiled code: numba cannot be imported ({error}); run pip install --upgrade ple-offload")
+        return {"threading layer": None, "wake-up": None, "cache": None}
 
     wake_up_us = native.wake_up_us()  # runs a parallel kernel: only then is the threading layer chosen
     layer = numba.threading_layer()

@@ -109,7 +109,9 @@ def usable_device(name: str) -> torch.device:
     import torch
 
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
+        torch.ones(1, device=device).item()  # the meta device has no values
+        return device
     except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
         raise UsageError(f"--device {name}: torch cannot use it here: {error}".splitlines()[0]) from error
 

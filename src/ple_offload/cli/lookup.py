@@ -48,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     parse_tokens(args)  # wrong usage is told before anything is opened
     out = Path(args.out)
+    if out.is_dir():
+        raise UsageError(
+            f"--out {out}: expected a file to write, found a folder; name a file, as in {out / 'values.npy'}"
+        )
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: the folder {out.parent} does not exist; make it first")
     kind = worker_kind(args.worker)

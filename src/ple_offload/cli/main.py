@@ -7,10 +7,12 @@ output went away.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
 import traceback
+from pathlib import Path
 
 from ple_offload import __version__
 from ple_offload.cli import demo, doctor, generate, inspect, lookup, rows, serve, verify
@@ -44,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    _prepare_streams()
     args = build_parser().parse_args(argv)
     try:
         logging.basicConfig(format="%(name)s: %(message)s")
@@ -66,9 +69,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _prepare_streams() -> None:
+    """Make every print succeed: a closed stream (`>&-`) is None in Python, and not every encoding has every name."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _sentence(error: Exception) -> str:
     if isinstance(error, PleOffloadError):
         return str(error)
+    if isinstance(error, ImportError):
+        return f"{error}; the installation is not complete: run pip install --upgrade ple-offload"
     if isinstance(error, OSError):
         return f"{error}; check that the path exists and that there is room and permission"
     return f"{type(error).__name__}: {error}; an error that was not foreseen, --debug shows where it came from"

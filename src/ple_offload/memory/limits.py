@@ -47,7 +47,7 @@ def require_memory(needed_bytes: int, what: str, root: str | Path = "/") -> Memo
     report = available_memory(root)
     if needed_bytes > report.available_bytes:
         raise MemoryLimitError(
-            f"{what}: needs {needed_bytes / GIB:.2f} GiB of memory, {report.available_bytes / GIB:.2f} GiB is available "
+            f"{what}: needs {needed_bytes / GIB:.3f} GiB of memory, {report.available_bytes / GIB:.3f} GiB is available "
             f"(limited by {report.limited_by}). Use tier='file', which reads the checkpoint in place, raise the limit, or "
             "skip this check if the host's memory grows on demand."
         )
