@@ -1,7 +1,7 @@
 """Raw peers of a worker: messages and regions as wrong as a test wants them, and a good session that must not notice.
 
-The worker serves `checkpoint/tiny.py`'s table: 120 rows of 16 bf16, 4 rows a token, look-back 2. Sizes are those of the example
-in docs/PROTOCOL.md, whose region has 413,696 bytes.
+The worker serves the table of `checkpoint/tiny.py`: 120 rows of 16 bf16, 4 rows a token, look-back 2. Sizes are those of
+the example in docs/PROTOCOL.md, whose region has 413,696 bytes.
 """
 
 from __future__ import annotations
