@@ -54,6 +54,9 @@ def _finish_fake(
 # torch.library.custom_op would do the same, and cost 60 us more a call (docs/LOG.md)
 _library.impl("start", _start, "CompositeExplicitAutograd")
 _library.impl("finish", _finish, "CompositeExplicitAutograd")
+# rows are constants: autograd has nothing to do here, also where `hidden` wants gradients
+_library.impl("start", torch.library.fallthrough_kernel, "Autograd")
+_library.impl("finish", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("ple_offload::start", _start_fake, lib=_library)
 torch.library.register_fake("ple_offload::finish", _finish_fake, lib=_library)
 start = torch.ops.ple_offload.start

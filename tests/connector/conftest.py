@@ -1,4 +1,4 @@
-"""One worker for every test here: it serves a tiny checkpoint of each format, the BF16 one and its zeroed twin among them."""
+"""One worker for every test here: it serves a tiny checkpoint of each format, and a zeroed twin of the BF16 one."""
 
 from __future__ import annotations
 

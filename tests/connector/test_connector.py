@@ -100,7 +100,7 @@ def test_a_source_that_does_not_fit_is_named(connect: Callable[..., Any], case: 
 def test_all_sources_on_a_foreign_device_are_refused(connect: Callable[..., Any]) -> None:
     foreign = {name: source.to("meta") for name, source in sources().items()}
     for staging in ("auto", "async", "mirror"):
-        with pytest.raises(UsageError, match="input_ids: .*on meta"):
+        with pytest.raises(UsageError, match=r"input_ids: .*on meta"):
             connect(foreign, staging=staging)
 
 
@@ -177,7 +177,7 @@ def test_a_table_with_another_fingerprint_is_refused(
                 (ProtocolError, UsageError), match=f"layer 1.*expected the table with fingerprint {prints[1]}"
             ):
                 Rank.of(made[name], address, fingerprints=prints, session="prints", **options)
-            with pytest.raises((ProtocolError, UsageError), match="layer 3.*given different checkpoints"):
+            with pytest.raises((ProtocolError, UsageError), match=r"layer 3.*given different checkpoints"):
                 Rank.of(made[name], address, fingerprints={3: prints[3]}, session="prints", **options)
         finally:
             for table in opened.values():
@@ -186,7 +186,7 @@ def test_a_table_with_another_fingerprint_is_refused(
 
 def test_a_checkpoint_must_be_named_where_there_are_several(made: dict[str, Made], worker: SpawnedWorker) -> None:
     for name in ("", "other"):
-        with pytest.raises(ProtocolError, match=f"expected one of the checkpoints .*BF16.*found '{name}'"):
+        with pytest.raises(ProtocolError, match=rf"expected one of the checkpoints .*BF16.*found '{name}'"):
             Rank.of(made["BF16"], worker.address, checkpoint=name)
     Rank.of(made["BF16"], worker.address, checkpoint=str(made["BF16"].path), session="by path").close()
 

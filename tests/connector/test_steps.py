@@ -85,7 +85,7 @@ def test_mirror_has_one_batch_in_flight(rank: Callable[..., Rank], rng: np.rando
         for _ in range(5):
             assert one.right(one.run(inputs), inputs)
         one.prepare(inputs)
-        with pytest.raises(UsageError, match="at most 1 batches in flight .*'mirror'"):
+        with pytest.raises(UsageError, match=r"at most 1 batches in flight .*'mirror'"):
             one.prepare(inputs)
         assert one.right(one.forward(10), inputs)
 
