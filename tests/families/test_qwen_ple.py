@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,32 @@ def test_layers_are_sorted_and_counted_once() -> None:
     tables = find_tables({"model_type": "qwen4_exp", "text_config": config})
     assert [table.layer for table in tables] == [1, 3]
     assert set(tables[0].family.head_sizes).isdisjoint(tables[1].family.head_sizes)
+
+
+@given(lowest=st.sampled_from([1, 2, 3, 4, 9, 25, 4095, 20_000_000, 2**31 - 1]), count=st.integers(1, 400))
+def test_head_sizes_are_the_next_primes(lowest: int, count: int) -> None:
+    rule = QwenPle(1000, 7, 2, count, lowest, 128, 1234, 0)
+    candidate = max(2, lowest)
+    for size in rule.head_sizes[:20].tolist():
+        while any(candidate % divisor == 0 for divisor in range(2, math.isqrt(candidate) + 1)):
+            candidate += 1
+        assert size == candidate
+        candidate += 1
+    assert len(set(rule.head_sizes.tolist())) == count
+    assert rule.head_sizes.dtype == np.int64
+
+
+@pytest.mark.timeout(20)
+def test_many_layers_do_not_search_primes_for_ever() -> None:
+    """By trial division these took hours."""
+    config = {
+        **SMALL,
+        "model_type": "qwen4_exp_text",
+        "ngram_vocab_size_base": 2**31 - 1,
+        "heads_per_ngram": 32,
+        "ple_embed_dim": 64,
+    }
+    assert len(find_tables({**config, "ple_layer_ids": list(range(1, 1001))})) == 1000
+    config |= {"ngram_size": 64, "heads_per_ngram": 256, "ple_embed_dim": 63 * 256}
+    with pytest.raises(CheckpointError, match="expected at most 65536 hash heads in all layers, found 16128000"):
+        find_tables({**config, "ple_layer_ids": list(range(1, 1001))})

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from ple_offload.errors import CheckpointError
 from ple_offload.families.base import FoundTable, Ints, whole_number
 
 _MASK = (1 << 64) - 1
+# Heads of all layers; each needs a prime of its own. The released model has 16.
+MAX_HEADS = 1 << 16
 _GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -75,7 +77,7 @@ class QwenPle:
     def head_sizes(self) -> Ints:
         """[rows_per_token] int64: the primes that follow ngram_vocab_size_base - 1, past those of earlier layers."""
         skipped = self.layer_index * self.rows_per_token
-        return np.array(_primes_from(self.ngram_vocab_size_base, skipped + self.rows_per_token)[skipped:], np.int64)
+        return _primes_from(self.ngram_vocab_size_base, skipped + self.rows_per_token)[skipped:].copy()
 
     @cached_property
     def head_offsets(self) -> Ints:
@@ -155,6 +157,11 @@ def find_tables(text_config: Mapping[str, Any]) -> list[FoundTable]:
     tables = []
     for layer_index, layer_id in enumerate(sorted(set(layer_ids))):
         family = QwenPle.from_text_config(text_config, layer_index)
+        if (layer_index + 1) * family.rows_per_token > MAX_HEADS:
+            raise CheckpointError(
+                f"config.json: 'ple_layer_ids', 'ngram_size', 'heads_per_ngram': expected at most {MAX_HEADS} hash heads "
+                f"in all layers, found {len(set(layer_ids)) * family.rows_per_token}. Fix the checkpoint's config."
+            )
         embed_dim = whole_number(text_config, "ple_embed_dim", text_config.get("hidden_size"), 1)
         if embed_dim % family.rows_per_token:
             raise CheckpointError(
@@ -186,15 +193,26 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _primes_from(lowest: int, count: int) -> list[int]:
-    """The first `count` primes >= lowest."""
-    primes: list[int] = []
-    candidate = max(2, lowest)
-    while len(primes) < count:
-        if candidate == 2 or (candidate % 2 and all(candidate % d for d in range(3, math.isqrt(candidate) + 1, 2))):
-            primes.append(candidate)
-        candidate += 1
-    return primes
+def _primes_from(lowest: int, count: int) -> Ints:
+    """The first `count` primes >= lowest, int64."""
+    width = 1 << 12
+    while True:
+        primes = _primes_between(lowest, lowest + width)
+        if primes.size >= count:
+            return primes[:count]
+        width *= 2
+
+
+@lru_cache(maxsize=64)  # the layers of a model ask for the same range, each for some more of it
+def _primes_between(lowest: int, end: int) -> Ints:
+    """The primes in [lowest, end), by a sieve."""
+    is_prime = np.ones(max(0, end - lowest), bool)
+    is_prime[: max(0, 2 - lowest)] = False
+    if end > 4:
+        for divisor in _primes_between(2, math.isqrt(end - 1) + 1).tolist():
+            first = max(divisor * divisor, -(-lowest // divisor) * divisor)
+            is_prime[first - lowest :: divisor] = False
+    return np.flatnonzero(is_prime).astype(np.int64) + lowest
 
 
 @native.kernel()
