@@ -1,0 +1,181 @@
+"""The model's wait on a GPU: a kernel with a small grid that waits for blocks of rows in host memory and decodes them.
+
+Everything a step changes is read from `control`, at a fixed address, so a captured graph replays with every step. The wait
+is bounded by the GPU's own clock, and ends at once when the flag says that the step failed or the host poisons the
+connection. Rows that do not come are NaN. Rows behind the step's are zero.
+
+control (4,) int64 on the device, written in stream order before the forward:
+    expected flag word, rows of the step, slot, limit in ns
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+import triton
+from ple_offload.formats.base import RowFormat
+from ple_offload.formats.gather_triton import KIND_RAW, KINDS, NAMES, WORDS, as_integers, bf16_bits, decode, nan_bits
+from ple_offload.ipc.region import BLOCK_ROWS
+
+CONTROL_WORDS = 4
+# What a program leaves in its slot's error word.
+TIMED_OUT, STEP_FAILED, POISONED = 1, 2, 3
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _load_acquire(address):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _now_ns():  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _wait(flag, expected, poison, limit_ns, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """0 once *flag is `expected`; else why not: 1 time is up, 2 the step failed, 3 the connection is over."""
+    failed = expected | (1 << 47)
+    if INTERPRETED:  # no clock and no other process there: one look
+        word = tl.load(flag)
+        over = tl.load(poison)
+        late = tl.full((), 1, tl.int32)
+    else:
+        word = _load_acquire(flag)
+        over = _load_acquire(poison)
+        began = _now_ns()
+        late = tl.full((), 0, tl.int32)
+        while (word != expected) & (word != failed) & (over == 0) & (late == 0):
+            word = _load_acquire(flag)
+            over = _load_acquire(poison)
+            late = ((_now_ns() - began) > limit_ns).to(tl.int32)
+    return tl.where(word == expected, 0, tl.where(word == failed, 2, tl.where(over != 0, 3, 1))).to(tl.int32)
+
+
+@triton.jit
+def _drain(  # type: ignore[no-untyped-def]
+    control,  # (4,) int64, device
+    stage,  # address of the layer's first slot, as the device sees it
+    flags,  # address of the layer's first flag
+    poison,  # address of the word that is not 0 once the connection is over
+    errors,  # address of the slots' error words, int64
+    out,  # (out_rows, ROW_DIM)
+    out_rows,
+    slot_bytes,
+    blocks_per_slot,
+    scale,
+    ROW_BYTES: tl.constexpr,
+    ROW_DIM: tl.constexpr,
+    WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    WORDS_P2: tl.constexpr,
+    KIND: tl.constexpr,
+    AS_BF16: tl.constexpr,
+    NAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    expected = tl.load(control)
+    num_rows = tl.load(control + 1)
+    slot = tl.load(control + 2)
+    limit_ns = tl.load(control + 3)
+    per_word: tl.constexpr = WORD_BYTES // CODE_BYTES
+    words = tl.arange(0, WORDS_P2)
+    inner = tl.arange(0, per_word)
+    inside = words < ROW_BYTES // WORD_BYTES
+    base = stage + slot * slot_bytes
+    part: tl.constexpr = 256  # rows of one turn: a block is shared among programs
+    for first in range(tl.program_id(0) * part, out_rows, tl.num_programs(0) * part):
+        why = tl.full((), 0, tl.int32)
+        if first < num_rows:
+            flag = (flags + (slot * blocks_per_slot + first // BLOCK) * 8).to(tl.pointer_type(tl.int64))
+            why = _wait(flag, expected, poison.to(tl.pointer_type(tl.int64)), limit_ns, INTERPRETED)
+            if why != 0:
+                tl.store((errors + slot * 8).to(tl.pointer_type(tl.int64)), why.to(tl.int64))
+        for begin in range(first, tl.minimum(first + part, out_rows), ROWS):
+            row = begin + tl.arange(0, ROWS)
+            there = (row < num_rows) & (why == 0)
+            address = (base + row.to(tl.int64) * ROW_BYTES).to(tl.pointer_type(WORD))
+            loaded = tl.load(address[:, None] + words[None, :], mask=there[:, None] & inside[None, :], other=0)
+            codes = loaded[:, :, None] >> (inner * (8 * CODE_BYTES)).to(WORD)[None, None, :]
+            wrong = (row < num_rows) & (why != 0)
+            if KIND == 4:
+                values = tl.where(wrong[:, None, None], NAN, codes.to(tl.int32)).to(out.dtype.element_ty)
+            else:
+                values = tl.where(wrong[:, None, None], float("nan"), decode(codes, scale, KIND))
+                if AS_BF16:
+                    values = bf16_bits(values)
+                values = values.to(out.dtype.element_ty)
+            element = words[None, :, None] * per_word + inner[None, None, :]
+            target = out + row[:, None, None].to(tl.int64) * ROW_DIM + element
+            tl.store(target, values, mask=(row < out_rows)[:, None, None] & inside[None, :, None])
+
+
+class Drain:
+    """One layer's staged rows, waited for and decoded on the device. Safe in a CUDA graph: allocates nothing.
+
+    stage, flags, poison, errors: device addresses (of the layer's first slot, its first flag, and the words above).
+    """
+
+    ROWS = 16
+
+    def __init__(
+        self,
+        row_format: RowFormat,
+        *,
+        stage: int,
+        flags: int,
+        poison: int,
+        errors: int,
+        slot_bytes: int,
+        blocks_per_slot: int,
+        programs: int = 32,
+    ) -> None:
+        self._addresses = (stage, flags, poison, errors)
+        self._sizes = (slot_bytes, blocks_per_slot)
+        self._format = row_format
+        self._programs = programs
+        code_bytes = row_format.stored_dtype.itemsize
+        width = int(np.gcd(8, row_format.row_bytes))
+        self._constants: dict[str, Any] = {
+            "ROW_BYTES": row_format.row_bytes,
+            "ROW_DIM": row_format.row_dim,
+            "WORD": WORDS[width],
+            "WORD_BYTES": width,
+            "CODE_BYTES": code_bytes,
+            "WORDS_P2": triton.next_power_of_2(row_format.row_bytes // width),
+            "ROWS": self.ROWS,
+            "BLOCK": BLOCK_ROWS,
+            "INTERPRETED": INTERPRETED,
+        }
+
+    def run(self, control: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill out [rows, row_dim] of bf16, fp16 or fp32, contiguous."""
+        out_rows = out.shape[0]
+        if not out_rows:
+            return
+        raw = NAMES[out.dtype] == self._format.name
+        scale = 1.0 if self._format.scale is None else float(torch.tensor(self._format.scale).to(out.dtype))
+        grid = (min(self._programs, triton.cdiv(out_rows, 256)),)
+        _drain[grid](
+            control,
+            *self._addresses,
+            as_integers(out) if raw or out.dtype == torch.bfloat16 else out,
+            out_rows,
+            *self._sizes,
+            scale,
+            KIND=KIND_RAW if raw else KINDS[self._format.name],
+            AS_BF16=out.dtype == torch.bfloat16,
+            NAN=nan_bits(out.dtype),
+            **self._constants,
+        )

@@ -1,0 +1,253 @@
+"""The Triton kernels against the plain reference: on a GPU where there is one, else under Triton's interpreter.
+
+What the interpreter shows is the arithmetic: masks, tails, alignments, searches. What only a GPU shows (waiting for another
+process, graphs) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+pytest.importorskip("triton", reason="Triton kernels need triton (extra `cuda`)")
+
+from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAILED, TIMED_OUT, Drain  # noqa: E402
+from ple_offload.families.qwen_ple import QwenPle  # noqa: E402
+from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice  # noqa: E402
+from ple_offload.formats.base import VALUE_DTYPES, RowFormat  # noqa: E402
+from ple_offload.formats.gather_triton import GatherOnDevice, word_bytes  # noqa: E402
+from ple_offload.ipc import words  # noqa: E402
+from ple_offload.stores.base import RowMap  # noqa: E402
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+EOS = 7
+FORMATS = ["bf16", "fp16", "fp32", "fp8_e4m3"]
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def rule(n: int, h: int, vocab_size: int = 50, base: int = 100) -> QwenPle:
+    config = {"vocab_size": vocab_size, "eos_token_id": EOS, "ngram_vocab_size_base": base}
+    return QwenPle.from_text_config({**config, "ngram_size": n, "heads_per_ngram": h}, 0)
+
+
+def on_device(*arrays: np.ndarray, dtype: torch.dtype = torch.int32) -> list[torch.Tensor]:
+    return [torch.from_numpy(array).to(DEVICE, dtype) for array in arrays]
+
+
+def random_rows(rng: np.random.Generator, row_format: RowFormat, count: int) -> np.ndarray:
+    """[count, row_bytes] uint8: every code for fp8, ordinary numbers for the others."""
+    if row_format.name == "fp8_e4m3":
+        return rng.integers(0, 256, (count, row_format.row_bytes), dtype=np.uint8)
+    values = rng.standard_normal((count, row_format.row_dim)).astype(row_format.stored_dtype)
+    return values.view(np.uint8).reshape(count, row_format.row_bytes)
+
+
+class Pinned:
+    """Bytes that the device can read, at an address that is `shift` off a multiple of 16."""
+
+    def __init__(self, data: np.ndarray, shift: int = 0) -> None:
+        flat = data.reshape(-1).view(np.uint8)
+        self.memory = torch.zeros(flat.size + 32, dtype=torch.uint8, pin_memory=ON_GPU)
+        start = -self.memory.data_ptr() % 16 + shift
+        self.bytes = self.memory.numpy()[start : start + flat.size]
+        self.bytes[:] = flat
+        self.address = self.memory.data_ptr() + start
+
+
+def same(found: torch.Tensor, expected: np.ndarray) -> bool:
+    return np.array_equal(found.float().cpu().numpy(), expected.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize(("n", "h"), [(3, 8), (2, 3), (4, 5), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_row_numbers(n: int, h: int, dtype: torch.dtype) -> None:
+    family, rng = rule(n, h), np.random.default_rng(n * 10 + h)
+    kernel = QwenPleOnDevice(family, DEVICE)
+    for num_tokens, num_reqs in ((1, 1), (40, 5), (33, 1), (50, 20), (3, 9)):
+        cuts = np.sort(rng.integers(0, num_tokens + 1, num_reqs - 1))
+        starts = np.concatenate([[0], cuts, [num_tokens]])
+        ids = np.where(rng.random(num_tokens) < 0.2, EOS, rng.integers(0, 50, num_tokens))
+        context = rng.integers(0, 50, (num_reqs, n - 1))
+        padded = np.concatenate([ids, [-1, 10**6, -5]])  # lanes behind the last request
+        out = torch.full((num_tokens + 3, family.rows_per_token), -7, device=DEVICE)
+        bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
+        kernel.row_numbers(*on_device(padded, starts, context, dtype=dtype), out, bad)
+        assert np.array_equal(out[:num_tokens].cpu().numpy(), family.row_numbers_reference(ids, starts, context))
+        assert (out[num_tokens:] == -1).all()
+        assert bad.item() == NO_BAD_ID
+
+
+def test_released_sizes_do_not_overflow() -> None:
+    family = rule(3, 8, vocab_size=248_320, base=20_000_000)
+    ids = np.array([248_319, 0, 248_044, 1, 248_319, 248_319])
+    starts, context = np.array([0, 6]), np.array([[248_319, 248_318]])
+    out = torch.zeros((6, 16), dtype=torch.int64, device=DEVICE)
+    bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
+    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad)
+    assert np.array_equal(out.cpu().numpy(), family.row_numbers_reference(ids, starts, context))
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, -1), (4, 50), (20, 2**30)])
+def test_a_bad_id_is_reported_and_gets_no_row(place: int, value: int) -> None:
+    family = rule(3, 2)
+    ids, starts, context = np.arange(30) % 40, np.array([0, 30]), np.array([[1, 2]])
+    ids[place] = value
+    out = torch.zeros((30, family.rows_per_token), dtype=torch.int64, device=DEVICE)
+    bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
+    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad)
+    assert bad.item() == place
+    assert (out[place] == -1).all()
+    assert (out[: place if place else 0] >= 0).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("dtype", "row_dim", "counts"),
+    [("bf16", 160, [40]), ("fp16", 16, [10, 10, 7]), ("fp32", 5, [3, 20, 9]), ("bf16", 96, [7, 1])],
+)
+def test_gather(name: str, dtype: str, row_dim: int, counts: list[int]) -> None:
+    rng = np.random.default_rng(row_dim)
+    row_format = RowFormat(name, row_dim, 0.3 if name == "fp8_e4m3" else None)
+    size = row_format.stored_dtype.itemsize
+    shards = [Pinned(random_rows(rng, row_format, count), shift=size * i) for i, count in enumerate(counts)]
+    table = np.concatenate([shard.bytes.reshape(-1, row_format.row_bytes) for shard in shards])
+    at = RowMap.of([shard.address for shard in shards], counts)
+    gather = GatherOnDevice(row_format, at.bases, at.starts, at.step, DEVICE, programs=3)
+    rows = rng.integers(0, len(table), 13)
+    asked = torch.from_numpy(np.concatenate([rows, [-1, len(table), -7]])).to(DEVICE)
+    out = torch.full((16, row_dim), 3.0, dtype=TORCH[dtype], device=DEVICE)
+    gather.run(asked, out)
+    assert same(out[:13], row_format.decode_reference(table[rows], dtype))
+    assert (out[13] == 0).all()
+    assert out[14:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_stored_bits_pass_unchanged(name: str) -> None:
+    """NaN payloads, infinities, subnormals: all 65,536 codes of a 16-bit format."""
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    shard = Pinned(codes)
+    at = RowMap.of([shard.address], [256])
+    out = torch.zeros((256, 256), dtype=TORCH[name], device=DEVICE)
+    GatherOnDevice(RowFormat(name, 256), at.bases, at.starts, at.step, DEVICE).run(
+        torch.arange(256, device=DEVICE), out
+    )
+    assert np.array_equal(out.view(torch.int16).cpu().numpy().reshape(-1).view(np.uint16), codes)
+
+
+def test_every_fp8_code_in_every_dtype() -> None:
+    shard = Pinned(np.arange(256, dtype=np.uint8))
+    at = RowMap.of([shard.address], [1])
+    for scale in (0.000199, -3.7, 1.0):
+        row_format = RowFormat("fp8_e4m3", 256, scale)
+        for dtype, kind in TORCH.items():
+            out = torch.zeros((1, 256), dtype=kind, device=DEVICE)
+            GatherOnDevice(row_format, at.bases, at.starts, at.step, DEVICE).run(
+                torch.zeros(1, dtype=torch.int64, device=DEVICE), out
+            )
+            assert same(out[0], row_format.decode_reference(shard.bytes, dtype)), (scale, dtype)
+
+
+def test_words_are_as_wide_as_the_alignment_allows() -> None:
+    assert word_bytes(160, np.array([2656, 8], np.uint64), 1) == 8
+    assert word_bytes(160, np.array([2656, 12], np.uint64), 1) == 4
+    assert word_bytes(5, np.array([1], np.uint64), 1) == 1
+    with pytest.raises(ValueError, match="multiples of 1 bytes, their codes have 2"):
+        word_bytes(320, np.array([3], np.uint64), 2)
+
+
+class Stage:
+    """Two slots of one layer's staged rows, their flags, and the words around them, in memory the device can see."""
+
+    def __init__(self, row_format: RowFormat, max_rows: int) -> None:
+        rng = np.random.default_rng(1)
+        self.row_format, self.max_rows = row_format, max_rows
+        self.rows = Pinned(random_rows(rng, row_format, 2 * max_rows))
+        self.blocks = -(-max_rows // 4096)
+        self.flags = Pinned(np.zeros(2 * self.blocks, np.int64))
+        self.words = Pinned(np.zeros(3, np.int64))  # poison, errors of two slots
+        self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int64, device=DEVICE)
+        self.drain = Drain(
+            row_format,
+            stage=self.rows.address,
+            flags=self.flags.address,
+            poison=self.words.address,
+            errors=self.words.address + 8,
+            slot_bytes=max_rows * row_format.row_bytes,
+            blocks_per_slot=self.blocks,
+            programs=3,
+        )
+
+    def set_flags(self, slot: int, value: int) -> None:
+        self.flags.bytes.view(np.int64)[slot * self.blocks : (slot + 1) * self.blocks] = value
+
+    @property
+    def errors(self) -> list[int]:
+        return self.words.bytes.view(np.int64)[1:].tolist()
+
+    def run(self, expected: int, num_rows: int, slot: int, out_rows: int, limit_ns: int = 10**7) -> torch.Tensor:
+        self.control.copy_(torch.tensor([expected, num_rows, slot, limit_ns]))
+        out = torch.full((out_rows, self.row_format.row_dim), 9.0, dtype=torch.bfloat16, device=DEVICE)
+        self.drain.run(self.control, out)
+        if ON_GPU:
+            torch.cuda.synchronize()
+        return out
+
+    def expected(self, slot: int, num_rows: int) -> np.ndarray:
+        rows = self.rows.bytes.reshape(2, self.max_rows, -1)[slot, :num_rows]
+        return self.row_format.decode_reference(rows, "bf16")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_drain_delivers_what_is_there_and_zeros_behind_it(name: str) -> None:
+    stage = Stage(RowFormat(name, 16, 0.3 if name == "fp8_e4m3" else None), 5000)
+    word = words.flag(1, 5)
+    stage.set_flags(1, word)
+    for num_rows in (1, 257, 4097):
+        out = stage.run(word, num_rows, 1, num_rows + 70)
+        assert same(out[:num_rows], stage.expected(1, num_rows))
+        assert (out[num_rows:] == 0).all()
+    assert stage.errors == [0, 0]
+    assert (stage.run(word, 0, 1, 50) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("flag", "poison", "why"),
+    [
+        (words.flag(1, 4), 0, TIMED_OUT),  # an earlier step's
+        (words.flag(2, 5), 0, TIMED_OUT),  # another connection's
+        (0, 0, TIMED_OUT),
+        (words.flag(1, 5) | words.FAILED, 0, STEP_FAILED),
+        (0, 1, POISONED),
+    ],
+)
+def test_drain_gives_nan_and_the_reason_where_rows_do_not_come(flag: int, poison: int, why: int) -> None:
+    stage = Stage(RowFormat("fp8_e4m3", 16, 0.3), 600)
+    stage.set_flags(0, flag)
+    stage.words.bytes.view(np.int64)[0] = poison
+    out = stage.run(words.flag(1, 5), 600, 0, 640)
+    assert out[:600].isnan().all()
+    assert (out[600:] == 0).all()
+    assert stage.errors == [why, 0]
+
+
+def test_a_zeroed_table_fails_the_comparison() -> None:
+    stage = Stage(RowFormat("fp8_e4m3", 16, 0.3), 100)
+    word = words.flag(1, 5)
+    stage.set_flags(0, word)
+    expected = stage.expected(0, 100).copy()
+    stage.rows.bytes[:] = 0
+    assert not same(stage.run(word, 100, 0, 100), expected)
+
+
+def test_the_reference_dtypes_are_torchs() -> None:
+    assert {name: str(kind).removeprefix("torch.") for name, kind in TORCH.items()} == {
+        name: dtype.name for name, dtype in VALUE_DTYPES.items()
+    }
