@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -506,12 +507,20 @@ def test_unknown_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     assert engine.TESTED_VERSIONS in str(caught.value)
 
 
+def test_a_path_that_is_not_utf8(checkpoint: Path, tmp_path: Path) -> None:
+    link = tmp_path / os.fsdecode(b"mod\xe8le")
+    link.symlink_to(checkpoint)
+    with pytest.raises(UsageError, match="expected a path in UTF-8"):
+        engine.from_pretrained(link)
+
+
 @pytest.mark.parametrize(
     ("blocked", "said"),
     [
         ("transformers", "transformers is not installed: pip install 'ple-offload\\[transformers\\]'"),
         ("torch", "torch is not installed: pip install"),
         ("transformers.models.qwen4_exp", "has no Qwen4Exp model"),
+        ("safetensors", "has no Qwen4Exp model that can be used .*safetensors"),
     ],
 )
 def test_without_the_engine(blocked: str, said: str) -> None:

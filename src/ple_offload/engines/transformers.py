@@ -28,6 +28,7 @@ What differs from an ordinary model, on purpose:
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -58,9 +59,13 @@ except ImportError as error:
 try:
     from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
 except ImportError as error:
+    # transformers' lazy import wraps the reason, which may be another package that is missing
+    reason: BaseException = error
+    while reason.__cause__ is not None:
+        reason = reason.__cause__
     raise UsageError(
-        f"transformers {transformers.__version__} has no Qwen4Exp model; tested versions: {TESTED_VERSIONS}: "
-        "pip install --upgrade 'ple-offload[transformers]'"
+        f"transformers {transformers.__version__} has no Qwen4Exp model that can be used ({reason}); tested versions: "
+        f"{TESTED_VERSIONS}: pip install --upgrade 'ple-offload[transformers]'"
     ) from error
 
 from ple_offload.engines.remote import RemoteTables  # noqa: E402  it needs torch, which may have been missing
@@ -336,6 +341,8 @@ def from_pretrained(
             raise UsageError(f"from_pretrained cannot take {name}={value!r} with worker={worker!r}: {_NOT_OF[kind]}")
     _require_seam()
     spec = inspect_checkpoint(path)
+    if not _is_utf8(spec.path):
+        raise UsageError(f"{spec.path}: expected a path in UTF-8, which safetensors needs; rename it or link to it")
     model_class = _choose_class(spec, architecture)
     with _LOADING:
         result = model_class.from_pretrained(spec.path, use_safetensors=True, **options)
@@ -359,6 +366,14 @@ def from_pretrained(
             model.ple_offload.close()
             raise
     return result
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _require_seam() -> None:
