@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ple_offload import Table, open_table
+from ple_offload import Table, open_table, table
 from ple_offload.memory import sigbus
 from ple_offload.spec import inspect
 from ple_offload.worker import server
@@ -62,12 +62,20 @@ def arm(fault: Fault) -> None:
 
 
 def serve(
-    path: str, address: str, *, tier: str = "file", fault: Fault | None = None, log: str = "", guard: bool = False
+    path: str,
+    address: str,
+    *,
+    tier: str = "file",
+    fault: Fault | None = None,
+    log: str = "",
+    guard: bool = False,
+    check_interval_s: float = table.CHECK_INTERVAL_S,
 ) -> None:
     """Serve a checkpoint until told to stop (SIGTERM). guard: against SIGBUS, as every worker process has it."""
+    table.CHECK_INTERVAL_S = check_interval_s
     if guard:
         sigbus.install()  # compiles for a second, so only where it matters
-    tables = {table.layer: open_table(path, table.layer, tier, threads=1) for table in inspect(path).tables}
+    tables = {spec.layer: open_table(path, spec.layer, tier, threads=1) for spec in inspect(path).tables}
     worker = server.PleOffloadWorker([server.Served(inspect(path).path, tables)], log_path=log)
     worker.listen(address)
     if fault is not None:

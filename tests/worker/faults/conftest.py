@@ -43,12 +43,12 @@ def table(checkpoint: Path) -> Iterator[Table]:
 class Worker:
     """A worker process at an address of its own."""
 
-    def __init__(self, path: Path, log: Path, fault: Fault | None, address: str | None, guard: bool) -> None:
+    def __init__(self, path: Path, log: Path, address: str | None, **options: Any) -> None:
         self.address = address or f"unix:@ple-offload-test-{os.getpid()}-{next(_names)}"
         self.log = log
         self.process = Engine()
         self.pid = self.process.pid
-        self.process.begin("serve", str(path), self.address, fault=fault, log=str(log), guard=guard)
+        self.process.begin("serve", str(path), self.address, log=str(log), **options)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.kill(number)
@@ -63,13 +63,13 @@ class Worker:
 
 @pytest.fixture
 def start_worker(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    """start_worker(fault=None, path=checkpoint): a worker, ended after the test."""
+    """start_worker(fault=None, path=checkpoint): a worker, ended after the test; see `faulty.serve`."""
     started: list[Worker] = []
 
     def start(
-        fault: Fault | None = None, path: Path = checkpoint, address: str | None = None, guard: bool = False
+        fault: Fault | None = None, path: Path = checkpoint, address: str | None = None, **options: Any
     ) -> Worker:
-        started.append(Worker(path, tmp_path / f"worker{len(started)}.log", fault, address, guard))
+        started.append(Worker(path, tmp_path / f"worker{len(started)}.log", address, fault=fault, **options))
         return started[-1]
 
     yield start

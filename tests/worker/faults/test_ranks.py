@@ -12,7 +12,7 @@ from engine import Engine, same
 from faulty import Fault
 from ple_offload import Table
 from ple_offload.errors import ConnectionLostError
-from worker.faults.conftest import SHAPE, Worker, regions, wait_until
+from worker.faults.conftest import SHAPE, Worker, is_stopped, regions, wait_until
 
 Start = Callable[..., Engine]
 StartWorker = Callable[..., Worker]
@@ -100,6 +100,7 @@ def test_a_rank_that_waits_is_told_when_tp_rank_0_dies(start_worker: StartWorker
     for engine in group.values():
         engine.prepare([1, 2, 3])
     waiting = group[0, 1].begin("take")
+    wait_until(lambda: is_stopped(worker.pid))
     group[0, 0].kill()
     worker.kill(signal.SIGCONT)  # it serves the step first, or hears of the death first: either is right
     started = time.monotonic()
