@@ -51,6 +51,7 @@ def lookup_once(
         transport.publish(step, 1, len(input_ids))
         values = np.empty((len(input_ids), table.embed_dim), VALUE_DTYPES[dtype])
         transport.deliver(0, step, len(input_ids), values)
+        transport.release(step)
         return values, transport.facts[0]
     finally:
         transport.close()

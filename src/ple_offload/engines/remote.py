@@ -179,9 +179,8 @@ class _Client:
         pieces = [(slice(None), slice(None), context)] if whole else _pieces(ids, context, self._most)
         made = [(rows, columns, self._step(ids[rows, columns], before)) for rows, columns, before in pieces]
         if whole:
-            return {
-                layer.layer: rows.view(batch, seq, -1) for layer, rows in zip(self._layers, made[0][2], strict=True)
-            }
+            made_rows = zip(self._layers, made[0][2], strict=True)
+            return {layer.layer: values.view(batch, seq, layer.embed_dim) for layer, values in made_rows}
         result = {}
         for i, layer in enumerate(self._layers):
             out = torch.empty((batch, seq, layer.embed_dim), dtype=layer.dtype, device="cpu")

@@ -113,7 +113,7 @@ class PleOffload:
         batch, seq = ids.shape
         starts = torch.arange(batch + 1, device="cpu") * seq
         values: torch.Tensor = self.tables[layer].lookup(ids.reshape(-1), starts, context, dtype=dtype)
-        return values.view(batch, seq, -1)
+        return values.view(batch, seq, values.shape[-1])
 
     def reconnect(self) -> None:
         """Start over after the worker was lost; a spawned one is started anew. Without a worker there is nothing to do."""
