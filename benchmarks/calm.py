@@ -1,18 +1,20 @@
 """Is anybody else using the processors? A benchmark beside other work measures the other work.
 
-`Calm` compares the processors' busy time (/proc/stat) with the time this process used. A measurement starts when the
-others have been idle for a moment, and is thrown away and repeated when they were not idle while it ran. Only what others
-did decides, never how long ours took. When the patience is used up, everything is kept; the result says how much was.
+Two looks at /proc/stat: how many processes want a processor at this moment, and how much processor time went to others
+since a mark. A block of calls starts when this process is the only one that runs; one whose time was shared all the same is
+thrown away and repeated. Only what others did decides, never how long ours took. When the patience is used up,
+everything is kept, and the result says how much was.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-WINDOW_S = 0.1
+NAP_S = 0.005
 MAX_OTHERS = 0.1  # share of all processors' time
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # what /proc/stat counts in
 TICKS_BLUR = 3  # its ticks are samples: so many may be missing or too many
@@ -24,39 +26,43 @@ class Calm:
     kept: int = 0
     thrown_away: int = 0
     kept_disturbed: int = 0
-    _cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
-    def wait(self) -> None:
-        """Return when the others were idle for WINDOW_S, or the patience is used up."""
-        while self.patience_s > 0:
-            mark = Mark.now()
-            time.sleep(WINDOW_S)
-            if not self._disturbed(mark):
-                return
-            self.patience_s -= WINDOW_S
-
-    def keep(self, since: Mark) -> bool:
-        """Whether what was measured since then counts."""
-        disturbed = self._disturbed(since)
-        if disturbed and self.patience_s > 0:
+    def undisturbed(self, measure: Callable[[], float]) -> float:
+        """Call `measure` until nobody disturbed it (or the patience is used up); returns what it gave then."""
+        while True:
+            self.wait()
+            since = Mark.now()
+            found = measure()
+            others_share = Mark.now().others_share(since)
+            time.sleep(NAP_S)  # our own threads fall asleep meanwhile, and are not taken for others
+            disturbed = others_share > MAX_OTHERS or not alone()
+            if not disturbed or self.patience_s <= 0:
+                self.kept += 1
+                self.kept_disturbed += disturbed
+                return found
             self.patience_s -= time.perf_counter() - since.wall_s
             self.thrown_away += 1
-            return False
-        self.kept += 1
-        self.kept_disturbed += disturbed
-        return True
 
-    def describe(self) -> dict[str, object]:
+    def wait(self) -> None:
+        """Nap, at least once; return when nothing else runs, or the patience is used up."""
+        time.sleep(NAP_S)
+        while self.patience_s > 0 and not alone():
+            time.sleep(NAP_S)
+            self.patience_s -= NAP_S
+
+    def describe(self) -> dict[str, int]:
         return {"kept": self.kept, "thrown_away": self.thrown_away, "kept_though_disturbed": self.kept_disturbed}
 
-    def _disturbed(self, since: Mark) -> bool:
-        now = Mark.now()
-        others_s = (now.busy_s - since.busy_s) - (now.own_s - since.own_s)
-        return others_s > MAX_OTHERS * self._cores * (now.wall_s - since.wall_s) + TICKS_BLUR * TICK_S
+
+def alone() -> bool:
+    """Whether this process is the only one that runs now (its own threads must be asleep)."""
+    return "\nprocs_running 1\n" in Path("/proc/stat").read_text()
 
 
 @dataclass(frozen=True)
 class Mark:
+    """A moment, in seconds of each kind."""
+
     wall_s: float
     busy_s: float  # of all processors, time stolen by the host of a virtual machine included
     own_s: float  # of this process and its ended children
@@ -68,3 +74,8 @@ class Mark:
         times = os.times()
         own_s = time.process_time() + times.children_user + times.children_system
         return cls(time.perf_counter(), (user + nice + system + irq + softirq + steal) * TICK_S, own_s)
+
+    def others_share(self, since: Mark) -> float:
+        """Share of all processors' time that others had, less what the ticks' coarseness may pretend."""
+        others_s = (self.busy_s - since.busy_s) - (self.own_s - since.own_s) - TICKS_BLUR * TICK_S
+        return others_s / (self.wall_s - since.wall_s) / (os.cpu_count() or 1)

@@ -25,8 +25,8 @@ from timing import Contender, Plan, interleave, ratio, spread
 from ple_offload import open_table
 
 TOKENS = (1, 64, 4096)
-PLANS = {1: Plan(rounds=40, calls=200, warm_calls=20), 64: Plan(40, 40, 5), 4096: Plan(25, 4, 1)}
-TOY_PLAN = Plan(rounds=2, calls=1, warm_calls=0, pause_s=0.0)
+PLANS = {1: Plan(rounds=25, calls=200, warm_calls=20), 64: Plan(25, 40, 5), 4096: Plan(25, 4, 1)}
+TOY_PLAN = Plan(rounds=2, calls=1, warm_calls=0)
 # Call after call suits every library's spinning threads; a serving engine comes back after a while.
 PAUSE_S = 0.002
 PAUSED_CALLS = {1: 15, 64: 15, 4096: 3}

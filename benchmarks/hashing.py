@@ -21,7 +21,7 @@ def run(made: Made, streams: dict[str, Stream], calm: Calm, *, toy: bool) -> dic
     with open_table(made.folder, LAYER, "file", threads=1) as table:
         for num_tokens in TOKENS:
             out = np.empty((num_tokens, table.rows_per_token), np.int64)
-            plan = Plan(3, 3, 1, 0.0) if toy else Plan(rounds=40, calls=50, warm_calls=5)
+            plan = Plan(rounds=2, calls=1, warm_calls=0) if toy else Plan(rounds=25, calls=50, warm_calls=5)
             for kind, stream in streams.items():
                 blocks = interleave(
                     {"hash": lambda ids, out=out: lambda: table.row_numbers(ids, out=out)},

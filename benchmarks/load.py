@@ -13,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from calm import Calm, Mark
+from calm import Calm
 from random_table import LAYER, ROW_DIM, Made
 from timing import ratio, spread
 
@@ -50,14 +51,8 @@ def run(made: Made, calm: Calm, *, threads: int, rounds: int) -> dict[str, Any]:
         cached: list[float] = []
         for _ in range(rounds):
             for name in rng.permutation(list(ways)):
-                while True:
-                    cached.append(_drop(made.files) if state == "cold" else _read_in(made.files))
-                    calm.wait()
-                    mark = Mark.now()
-                    found = ways[name]()
-                    if calm.keep(mark):
-                        break
-                seconds[name].append(found)
+                measure = partial(_once, ways[name], made.files, state, cached)
+                seconds[name].append(calm.undisturbed(measure))
         results.append(
             {
                 "files": state,
@@ -68,6 +63,12 @@ def run(made: Made, calm: Calm, *, threads: int, rounds: int) -> dict[str, Any]:
             }
         )
     return {"table_bytes": made.table_bytes, "threads": threads, "rounds": rounds, "results": results}
+
+
+def _once(way: Callable[[], float], files: list[Path], state: str, cached: list[float]) -> float:
+    """Bring the page cache to `state`, note the share it holds, and take the time of one load."""
+    cached.append(_drop(files) if state == "cold" else _read_in(files))
+    return way()
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -73,11 +73,11 @@ def _machine(result: Result) -> str:
     ]
     if table:
         parts.append(f"{table['num_rows']:,} rows x {table['row_bytes']} B in {table['files']} files")
-    rounds = result["rounds"]
-    if rounds["kept"]:
+    blocks = result["blocks"]
+    if blocks["kept"]:
         parts.append(
-            f"rounds: {rounds['kept']} kept, {rounds['thrown_away']} thrown away because of other work on the machine, "
-            f"{rounds['kept_though_disturbed']} kept in spite of it"
+            f"blocks: {blocks['kept']} kept, {blocks['thrown_away']} thrown away because of other work on the machine, "
+            f"{blocks['kept_though_disturbed']} kept in spite of it"
         )
     return "; ".join(parts) + "." + (f" **{result['warning']}.**" if result.get("warning") else "")
 

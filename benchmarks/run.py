@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         started = time.monotonic()
         watch = calm.Calm(0 if options.toy else options.patience)
-        result = {**about, **_jobs(options, made, watch)[name](), "rounds": watch.describe()}
+        result = {**about, **_jobs(options, made, watch)[name](), "blocks": watch.describe()}
         report.write(options.results, name, result)
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     report.plot(options.results)

@@ -1,8 +1,8 @@
 """Times of several ways to do one thing, taken in turns, so that whatever the machine does hits all of them alike.
 
-A round gives every contender one block of calls in a row, in an order drawn anew; a short pause separates blocks, so that
-the threads of one library have gone to sleep before the other's begin. The first calls of a block are not counted. A
-round yields one median per contender; ratios are taken within a round, and the median and quartiles are over rounds.
+A round gives every contender one block of calls in a row, in an order drawn anew. Before a block begins the threads of the
+one before have gone to sleep, and a block that other work on the machine disturbed is repeated (calm.py). The first calls
+of a block are not counted; a block yields its median. Ratios are taken within a round, medians and quartiles over rounds.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
-from calm import Calm, Mark
+from calm import Calm
 
 T = TypeVar("T")
 # makes one call ready for an input, untimed, and returns the call
@@ -27,7 +28,6 @@ class Plan:
     rounds: int
     calls: int
     warm_calls: int
-    pause_s: float = 0.005  # between blocks
     call_pause_s: float = 0.0  # before every call: how long the caller was busy elsewhere
 
 
@@ -38,19 +38,16 @@ def interleave(
     rng = np.random.default_rng(11)
     names = list(contenders)
     blocks: dict[str, list[float]] = {name: [] for name in names}
-    while len(blocks[names[0]]) < plan.rounds:
-        calm.wait()
-        mark = Mark.now()
-        found = {}
+    for _ in range(plan.rounds):
         for name in rng.permutation(names):
-            calls = [contenders[name](inputs()) for _ in range(plan.warm_calls + plan.calls)]
-            time.sleep(plan.pause_s)
-            times = [_time_us(call, plan.call_pause_s) for call in calls]
-            found[name] = float(np.median(times[plan.warm_calls :]))
-        if calm.keep(mark):
-            for name in names:
-                blocks[name].append(found[name])
+            blocks[name].append(calm.undisturbed(partial(_block_us, contenders[name], inputs, plan)))
     return blocks
+
+
+def _block_us(contender: Contender[T], inputs: Callable[[], T], plan: Plan) -> float:
+    calls = [contender(inputs()) for _ in range(plan.warm_calls + plan.calls)]
+    times = [_time_us(call, plan.call_pause_s) for call in calls]
+    return float(np.median(times[plan.warm_calls :]))
 
 
 def _time_us(call: Callable[[], object], pause_s: float) -> float:
