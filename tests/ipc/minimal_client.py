@@ -52,6 +52,7 @@ class Client:
         session: str = "minimal",
         limit_s: float = 30.0,
     ) -> None:
+        self.failed: dict[int, str] = {}  # step -> reason
         self.limit_s, self.request, self.slots = limit_s, request, slots
         self.max_num_tokens, self.max_num_reqs = max_num_tokens, max_num_reqs
         self.sock = connect(address, limit_s)
@@ -130,6 +131,8 @@ class Client:
         if not packet:
             raise RefusedError("end of file")
         message = msgspec.msgpack.decode(packet)
+        if message["type"] == "StepFailed":
+            self.failed[message["step"]] = message["reason"]
         if message["type"] in ("Refused", "RankLost", "Closing"):
             raise RefusedError(str(message))
         descriptors = array.array("i")
@@ -184,7 +187,9 @@ class Client:
             at = self.flags_at + (slot * self.blocks + block) * 8
             while (flag := self.word(at)) != wanted:
                 if flag == wanted | 1 << 47:
-                    raise StepFailedError(self.reason(step))
+                    while self.receive(0) is not None:  # the reason came before the flag
+                        pass
+                    raise StepFailedError(self.failed.get(step, ""))
                 self.receive(0)  # raises when the worker has gone
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"step {step}, heartbeat {struct.unpack_from('<Q', self.heartbeat)[0]}")
@@ -204,12 +209,6 @@ class Client:
             ctypes.CDLL(None).syscall(FUTEX, ctypes.c_void_p(address), 0, word, ctypes.byref(nap), naught, 0)
         self.store(WAITERS, 0)
 
-    def reason(self, step: int) -> str:
-        while (received := self.receive(0)) is not None:
-            if received[0]["type"] == "StepFailed" and received[0]["step"] == step:
-                return received[0]["reason"]
-        return ""
-
     def release(self, step: int) -> None:
         self.store(RELEASED, step)
 
@@ -221,10 +220,18 @@ class Client:
 
 def connect(address: str, limit_s: float = 10.0) -> socket.socket:
     path = address.removeprefix("unix:")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(limit_s)
-    sock.connect("\0" + path[1:] if path.startswith("@") else path)
-    return sock
+    deadline = time.monotonic() + limit_s
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(limit_s)
+        try:
+            sock.connect("\0" + path[1:] if path.startswith("@") else path)
+            return sock
+        except OSError as error:
+            sock.close()
+            if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:  # its queue is full
+                raise
+        time.sleep(0.01)
 
 
 def send(sock: socket.socket, packet: bytes, *descriptors: int) -> None:

@@ -147,7 +147,7 @@ def expected_rows(ids: Any, starts: Any = None, context: Any = None) -> np.ndarr
 @contextlib.contextmanager
 def nothing_leaks(pid: int) -> Iterator[None]:
     """The process has as many descriptors and memfd maps afterwards, and hardly more memory, within 5 s."""
-    before = resources(pid)
+    before = settled(pid)
     yield
     end = time.monotonic() + 5
     while True:
@@ -158,6 +158,17 @@ def nothing_leaks(pid: int) -> Iterator[None]:
         if time.monotonic() > end:
             raise AssertionError(f"worker {pid}: {fds} descriptors, {maps} maps, {kib} KiB more than before")
         time.sleep(0.02)
+
+
+def settled(pid: int) -> tuple[int, int, int]:
+    """`resources`, once they stand still: what was closed last may be on its way."""
+    seen = resources(pid)
+    for _ in range(100):
+        time.sleep(0.03)
+        before, seen = seen, resources(pid)
+        if seen[:2] == before[:2]:
+            break
+    return seen
 
 
 def resources(pid: int) -> tuple[int, int, int]:

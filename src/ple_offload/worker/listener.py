@@ -1,8 +1,8 @@
 """A listening socket of the worker: bound without ever taking a living worker's place, gone when it is closed.
 
-A socket file's folder is made if it is missing: mode 0700, or 2770 and the group's where a group may connect, or 0711 where
-other users may. A folder that exists is left as it is: whoever may enter it and write the socket may try to connect, and the
-worker checks the uid.
+A socket file's folder is made if it is missing: mode 0700, or 2770 and the group's where a group may connect, or 0711
+where other users may. A folder that exists is left as it is: whoever may enter it and write the socket may try to connect,
+and the worker checks the uid.
 """
 
 from __future__ import annotations
@@ -93,8 +93,12 @@ def _make_folder(folder: Path, group: int | None, others: bool) -> None:
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if group is not None:
-        _give_to(folder, group, 0o2770)
-    if others:
+        try:
+            _give_to(folder, group, 0o2771 if others else 0o2770)
+        except UsageError:
+            folder.rmdir()
+            raise
+    elif others:
         folder.chmod(0o711)
 
 

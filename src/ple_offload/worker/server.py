@@ -62,8 +62,8 @@ ASK_LIMIT_S = 5.0  # from the connection to its first message
 HELLO_LIMIT_S = 60.0  # from the Facts to the Hello: the client allocates its region meanwhile
 MAX_STRANGERS = 256  # connections without a Hello; the oldest makes room for one more
 KEPT_SESSIONS = 64  # sessions that have ended, for their counters
-WARNINGS = 100  # in WARNINGS_S: a client may not fill the disk with the log
-WARNINGS_S = 10.0
+LOG_LINES = 100  # about clients, in LOG_LINES_S
+LOG_LINES_S = 10.0
 HEARTBEAT_S = 0.25  # well below the shortest limit a client may reasonably have for a silent worker
 OVERFLOW_UID = 65534  # how a peer of another user namespace reads
 OUTPUTS = ("stored", "bf16", "fp16", "fp32")
@@ -116,7 +116,7 @@ class PleOffloadWorker:
         self._turns = Turns()
         self._listeners: list[Listener] = []
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # see `_accept`
-        self._warned, self._warnings_until_s = 0, 0.0
+        self._logged, self._log_until_s = 0, 0.0
         self._stopping: str | None = None
         self._next_sample_s = 0.0
         self._next_collect_s = 0.0
@@ -262,22 +262,25 @@ class PleOffloadWorker:
         self._watch(channel.fileno(), lambda: self._hear_hello(channel))
 
     def _refuse(self, channel: Channel, reason: str) -> None:
-        self._warn(f"refused {channel.peer}: {reason}")
+        self._say(f"refused {channel.peer}: {reason.removeprefix(f'{channel.peer}: ')}")
         channel.send(Refused(plain(reason)))
+        self._drop(channel)
+
+    def _drop(self, channel: Channel) -> None:
         self._strangers.pop(channel.fileno(), None)
         self._forget(channel.fileno())
         channel.close()
 
-    def _warn(self, text: str) -> None:
-        """Log what a client did wrong; at most WARNINGS lines in WARNINGS_S."""
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
+        """Log what a client did; at most LOG_LINES in LOG_LINES_S, for a client could fill the disk with them."""
         now = time.monotonic()
-        if now >= self._warnings_until_s:
-            if self._warned > WARNINGS:
-                log.warning("%d more warnings were left out", self._warned - WARNINGS)
-            self._warned, self._warnings_until_s = 0, now + WARNINGS_S
-        self._warned += 1
-        if self._warned <= WARNINGS:
-            log.warning("%s", plain(text))
+        if now >= self._log_until_s:
+            if self._logged > LOG_LINES:
+                log.warning("%d more lines about clients were left out", self._logged - LOG_LINES)
+            self._logged, self._log_until_s = 0, now + LOG_LINES_S
+        self._logged += 1
+        if self._logged <= LOG_LINES:
+            log.log(level, "%s", plain(text))
 
     def _end_silent_peers(self) -> None:
         now = time.monotonic()
@@ -310,7 +313,10 @@ class PleOffloadWorker:
                 os.close(fd)
             if not isinstance(error, PleOffloadError):
                 log.exception("%s: an error of the worker itself", channel.peer)
-            self._refuse(channel, str(error))
+            if type(error) is ConnectionLostError:  # it only asked, or looked who listens
+                self._drop(channel)
+            else:
+                self._refuse(channel, str(error))
             return
         os.close(descriptors[0])  # the map holds the region
         del self._strangers[channel.fileno()]
@@ -322,7 +328,7 @@ class PleOffloadWorker:
         self._watch(channel.fileno(), lambda: self._hear(session, rank))
         # edge-triggered and never read: reading could block for ever on a descriptor that the client shares
         self._watch(rank.doorbell_fd, lambda: self._turns.ring(lane), select.EPOLLIN | select.EPOLLET)
-        log.info("%s connected (epoch %d)", rank.name, rank.epoch)
+        self._say(f"{rank.name} connected (epoch {rank.epoch})", logging.INFO)
         session.add(rank)
         self._turns.ring(lane)
 
@@ -417,9 +423,9 @@ class PleOffloadWorker:
 
     def _remove(self, session: Session, rank: Rank, reason: str) -> None:
         if reason:
-            self._warn(f"{rank.name} left: {reason}")
+            self._say(f"{rank.name} left: {reason}")
         else:
-            log.info("%s left", rank.name)
+            self._say(f"{rank.name} left", logging.INFO)
         lane = session.lanes[rank.hello.dp_rank]
         self._disconnect(session, rank)
         if reason:
@@ -432,7 +438,7 @@ class PleOffloadWorker:
         """End the connections of a DP rank's ranks, since one of them is lost: they must come back together."""
         lane.ready = False
         for rank in list(lane.targets):
-            self._warn(f"{rank.name}: its group has lost TP rank {lost.tp_rank}, it must connect anew")
+            self._say(f"{rank.name}: its group has lost TP rank {lost.tp_rank}, it must connect anew")
             rank.channel.send(RankLost(lost.dp_rank, lost.tp_rank))
             self._disconnect(lane.session, rank)
 
@@ -483,7 +489,7 @@ class PleOffloadWorker:
             session.layers[layer].errors += 1
             session.counters.faults += sigbus.count() - faults
             reason = f"{rank.name} step {step} layer {layer}: {error}"
-            self._warn(reason)
+            self._say(reason)
             for target in targets:
                 target.channel.send(StepFailed(step, plain(reason)))
                 target.fail(step)
