@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 import ple_offload
 from ple_offload.cli import demo, main
+from ple_offload.worker.spawn import SpawnedWorker
 
 PROMPT = [5, 6, 7, 8]
 
@@ -36,6 +39,18 @@ def test_tokens_equal_the_ordinary_models(
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert printed.out == ",".join(map(str, ordinary_tokens)) + "\n"
+    assert printed.err == ""
+
+
+def test_tokens_from_a_worker_process(
+    checkpoint: Path, ordinary_tokens: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(checkpoint), "--tokens", "5,6,7,8", "--max-new-tokens", "12", "--worker"]
+    assert main([*arguments, "spawn", "--tier", "file"]) == 0
+    with SpawnedWorker(checkpoint, tier="file") as worker:
+        assert main([*arguments, worker.address]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == 2 * (",".join(map(str, ordinary_tokens)) + "\n")
     assert printed.err == ""
 
 
@@ -80,8 +95,14 @@ def test_a_bad_token_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[
 
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    """Served by a worker process, and it says so."""
     assert main(["demo"]) == 0
     text = capsys.readouterr().out
+    worker = re.search(r"worker process +pid (\d+), [\d.]+ MiB resident, has the table", text)
+    assert worker is not None
+    assert int(worker[1]) != os.getpid()
+    assert not Path(f"/proc/{worker[1]}").exists()
+    assert re.search(rf"model process +pid {os.getpid()}, [\d.]+ [GM]iB resident, without the table", text)
     assert f"yes, all {demo.MAX_NEW_TOKENS} tokens" in text
     assert "other text from new token" in text
 
@@ -89,12 +110,14 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_fails_when_the_rows_are_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lookup = ple_offload.Table.lookup
+    from ple_offload.engines.remote import RemoteTables
 
-    def zeros(table: ple_offload.Table, *args: Any, **kwargs: Any) -> Any:
-        return lookup(table, *args, **kwargs) * 0
+    lookup = RemoteTables.lookup
 
-    monkeypatch.setattr(ple_offload.Table, "lookup", zeros)
+    def zeros(tables: RemoteTables, *args: Any) -> Any:
+        return lookup(tables, *args) * 0
+
+    monkeypatch.setattr(RemoteTables, "lookup", zeros)
     assert main(["demo", "--json"]) == 1
     printed = capsys.readouterr()
     report = json.loads(printed.out)
@@ -104,11 +127,14 @@ def test_demo_fails_when_the_rows_are_wrong(
 
 def test_demo_keeps_the_checkpoint_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "kept"
-    assert main(["demo", "--keep", str(folder), "--tier", "file", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tier"] == "file"
+    assert main(["demo", "--keep", str(folder), "--tier", "file", "--worker", "inline", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["tier"], report["worker"], report["worker_process"]) == ("file", "inline", None)
     assert ple_offload.inspect(folder).table().format.name == "bf16"
     assert main(["demo", "--keep", str(folder)]) == 2
     assert "--keep" in capsys.readouterr().err
+    assert main(["demo", "--worker", "unix:/nowhere"]) == 2
+    assert "--worker" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from ple_offload.cli import main
+from ple_offload.worker.spawn import SpawnedWorker
 
 
 def whole_table(checkpoint: Path) -> np.ndarray:
@@ -42,6 +44,46 @@ def test_values_are_the_rows_of_the_checkpoint(
     assert report["tier"] in (("ram", "file") if tier == "auto" else (tier,))
     np.testing.assert_array_equal(np.load(out), whole_table(checkpoint)[numbers].reshape(4, 64))
     assert printed.err == ""  # no progress in a pipe
+
+
+@pytest.mark.parametrize("worker", ["spawn", "unix"])
+def test_a_workers_values_are_the_same(
+    checkpoint: Path, worker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["lookup", str(checkpoint), "--tokens", "5,6,7,8", "--context", "3", "--json"]
+    assert main([*arguments, "--out", str(tmp_path / "here")]) == 0
+    with contextlib.ExitStack() as stack:
+        if worker == "unix":
+            worker = stack.enter_context(SpawnedWorker(checkpoint, tier="file")).address
+        assert main([*arguments, "--out", str(tmp_path / "there"), "--worker", worker]) == 0
+    here, there = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (here["worker"], here["tier"]) == ("inline", "ram")
+    if worker == "spawn":
+        assert there["worker"].startswith("worker process ")
+        assert there["tier"] == "ram"
+    else:
+        assert (there["worker"], there["tier"]) == (f"the worker at {worker}", "file")
+    assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--worker", "daemon"], "unix:/path"),
+        (["--worker", "unix:/nowhere/s", "--tier", "ram"], "--tier"),
+        (["--worker", "unix:/nowhere/s", "--skip-memory-check"], "--skip-memory-check"),
+        (["--worker", "spawn", "--layer", "3"], "layer"),
+    ],
+)
+def test_a_worker_that_cannot_be_meant(
+    checkpoint: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "values"
+    assert main(["lookup", str(checkpoint), "--tokens", "5", "--out", str(out), *options]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert not out.exists()
 
 
 def test_a_folder_that_is_not_there(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for name in ("demo", "inspect", "rows", "lookup", "generate", "verify", "doctor"):
+    for name in ("demo", "inspect", "rows", "lookup", "generate", "serve", "verify", "doctor"):
         assert f"\n    {name} " in text
 
 
