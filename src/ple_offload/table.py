@@ -58,6 +58,9 @@ def open_table(
     layer: the decoder layer (from 0) that consumes the rows; may be left out when the checkpoint has one table.
     tier: "ram" copies the table into sealed memory; "file" reads the checkpoint's own files through the page cache;
         "auto" takes "ram" when it fits this process's memory limits, else "file".
+        Under "file" a changed file is found at most 0.1 s later and closes the table for good. Reading a page of a file
+        that was cut ends the process with SIGBUS, as with any mapped file, unless the process has called
+        `ple_offload.memory.sigbus.install()`, which turns it into a StoreError; worker processes do.
     threads: for loading and for large gathers; default PLE_OFFLOAD_THREADS, else the usable CPUs.
     progress: True draws a line on stderr while loading; a function is called with the bytes of each part that was loaded,
         from several threads.
