@@ -151,8 +151,19 @@ def test_closing_beside_a_stopped_worker_is_quick(start_worker: StartWorker, sta
 
 
 def test_slow_but_making_progress(start_worker: StartWorker, start_engine: Start, table: Table) -> None:
-    """Each block takes longer than half of no_progress_s, the step three times as long: nobody is given up."""
-    engine = start_engine(start_worker(Fault("block", "slow", seconds=0.4)).address, limits={"no_progress_s": 0.7})
+    """Each block takes longer than half of no_progress_s. Neither who waits for the step of three blocks gives the worker
+    up, nor who waits behind it for a step of his own, to whom only the worker's heartbeat speaks."""
+    worker = start_worker(Fault("block", "slow", seconds=0.4))
+    limits = {"no_progress_s": 0.7}
+    engine = start_engine(worker.address, limits=limits)
+    behind = start_engine(worker.address, limits=limits, session="behind")
+    step = engine.prepare(IDS)
+    started = time.monotonic()
+    one_good_step(behind, table, [1, 2, 3])
+    assert time.monotonic() - started >= 1.2
+    assert same(engine.take(), table.lookup(IDS))
+    engine.check(step)
+    engine.release()
     started = time.monotonic()
     one_good_step(engine, table, IDS)
     assert time.monotonic() - started >= 1.2
