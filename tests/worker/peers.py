@@ -11,6 +11,8 @@ import fcntl
 import os
 import select
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +136,34 @@ class GoodSession:
 
     def close(self) -> None:
         self.client.close()
+
+
+@contextlib.contextmanager
+def announcing_for_ever(client: Client, num_tokens: int) -> Iterator[None]:
+    """A thread announces steps of `num_tokens` tokens as fast as it can, releases them unserved, and rings."""
+    stop = threading.Event()
+    for slot in range(client.slots):
+        starts_at = client.inputs_at + slot * client.input_bytes + 64 + 8 * client.max_num_tokens
+        struct.pack_into("<qq", client.memory, starts_at, 0, num_tokens)
+    client.store(64, 1 << 40)  # released
+    client.store(0, 1 << 40)  # announced
+
+    def announce() -> None:
+        first = client.slots
+        while not stop.is_set():
+            for slot in range(client.slots):
+                head = client.inputs_at + slot * client.input_bytes
+                struct.pack_into("<QQQ", client.memory, head, first + slot, 1, num_tokens)
+                os.eventfd_write(client.doorbell, 1)
+            first += client.slots
+
+    thread = threading.Thread(target=announce)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def expected_rows(ids: Any, starts: Any = None, context: Any = None) -> np.ndarray:

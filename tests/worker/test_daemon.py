@@ -9,12 +9,10 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,7 @@ from ple_offload.errors import UsageError
 from ple_offload.worker import listener as listener_module
 from ple_offload.worker.listener import Listener
 from ple_offload.worker.spawn import SpawnedWorker
-from worker.peers import GoodSession, expected_rows
+from worker.peers import GoodSession, announcing_for_ever, expected_rows
 
 NOBODY = 65534
 
@@ -329,30 +327,12 @@ def test_the_life_of_a_daemon(tiny_checkpoint: Path, public_folder: Path) -> Non
 
 def test_a_client_that_never_stops_announcing_does_not_keep_a_worker(tiny_checkpoint: Path) -> None:
     worker = SpawnedWorker(tiny_checkpoint, tier="file", threads=1)
-    client = Client(worker.address, layer=1, max_num_tokens=64, slots=64)
-    stop = threading.Event()
-
-    def announce() -> None:
-        step = 64
-        client.store(64, 1 << 40)  # released
-        client.store(0, 1 << 40)  # announced
-        while not stop.is_set():
-            for slot in range(64):
-                struct.pack_into("<QQQ", client.memory, client.inputs_at + slot * client.input_bytes, step + slot, 0, 0)
-            os.eventfd_write(client.doorbell, 1)
-            step += 64
-
-    thread = threading.Thread(target=announce)
-    thread.start()
-    try:
+    client = Client(worker.address, layer=1, max_num_tokens=20_000, slots=8)
+    with announcing_for_ever(client, 20_000), contextlib.closing(worker):
         time.sleep(0.2)
         began = time.monotonic()
         worker.close()
         assert worker._process.returncode == 0
         assert time.monotonic() - began < 5
-    finally:
-        stop.set()
-        thread.join()
-        worker.close()
-        client.sock.close()
-        os.close(client.doorbell)
+    client.sock.close()
+    os.close(client.doorbell)
