@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check bench fmt clean
+.PHONY: help demo test test-gpu check bench fmt clean
 
 help:
 	@echo "make demo    write a small model, generate with its n-gram table outside the model, compare with the ordinary model"
 	@echo "make test    run the tests (no GPU needed)"
+	@echo "make test-gpu  run the tests that need an NVIDIA GPU, with the packages that PYTHON has"
 	@echo "make check   linter, formatter, type checker, import rules"
 	@echo "make bench   run the benchmarks; results go to benchmarks/results/"
 	@echo "make fmt     format and mend what the linter can mend"
@@ -19,6 +20,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU and its own PyTorch: PYTHON is used as it is, with what it has installed.
+test-gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -W ignore -m pytest -m gpu tests/gpu
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -W ignore -m pytest tests/kernels/test_kernels.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,3 +155,25 @@ class Registration:
                 self._cuda.unregister_host(chunk)
             except CudaError as error:
                 log.error("%s", error)
+
+
+def check_files_can_be_registered(cuda: Cuda) -> None:
+    """Raise CudaError where the page cache of a file cannot be registered without harm."""
+    if not cuda.attribute("read_only_host_register"):
+        raise CudaError(f"{cuda.device}: no read-only registration of host memory. Use tier 'ram' or route 'staged'.")
+    found = kernel_driver_version()
+    if found is not None and found < MIN_DRIVER_FOR_FILES:
+        raise CudaError(
+            f"{cuda.device}: NVIDIA driver {found[0]}.{found[1]} marks every page of a registered file dirty; expected "
+            f"{MIN_DRIVER_FOR_FILES[0]} or later. Use tier 'ram' or route 'staged', or a newer driver."
+        )
+
+
+def kernel_driver_version(root: str = "/") -> tuple[int, int] | None:
+    """(major, minor) of the NVIDIA kernel driver, or None where it does not say."""
+    try:
+        text = (Path(root) / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3,})\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None

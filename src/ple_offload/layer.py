@@ -27,9 +27,10 @@ _library.define("finish(Tensor token, Tensor hidden, int layer, int embed_dim, S
 def _start(
     ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None, layer: int
 ) -> torch.Tensor:
-    """Begin a layer's lookup; returns a token. On the CPU the step was begun by `prepare_forward`: this only orders."""
-    registry.find(layer)
-    return torch.empty(1, dtype=torch.int64)
+    """Begin a layer's lookup; returns a token. Where the step was begun by `prepare_forward`, this only orders."""
+    connector, index = registry.find(layer)
+    connector.start(index, ids, query_start_loc, ngram_context)
+    return torch.empty(1, dtype=torch.int64, device=ids.device)
 
 
 def _start_fake(

@@ -16,6 +16,7 @@ from ple_offload.ipc.region import (
     HEAD_WORDS,
     PAGE,
     WORD_ANNOUNCED,
+    WORD_COMING,
     WORD_RELEASED,
     WORD_WAITED,
     WORD_WAITERS,
@@ -106,6 +107,7 @@ def test_the_example_of_the_document() -> None:
     ids = layout.input(0) + HEAD_WORDS * 8
     places = {
         "announced": WORD_ANNOUNCED,
+        "coming": WORD_COMING,
         "released": WORD_RELEASED,
         "waited": WORD_WAITED,
         "waiters": WORD_WAITERS,

@@ -10,11 +10,17 @@ will come any more. It returns within the limits, whatever the other side does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
+from ple_offload.errors import StepError
 from ple_offload.ipc.messages import LayerFacts
+
+if TYPE_CHECKING:
+    import torch
+
+    from ple_offload.connector.sources import Sources
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,40 @@ class Inputs:
     query_start_loc: npt.NDArray[Any]  # [max_num_reqs + 1]
     ngram_context: npt.NDArray[Any]  # [max_num_reqs, context_len]
     row_numbers: list[npt.NDArray[Any]]  # [max_num_tokens, rows_per_token] each; only for request "rows"
+
+
+class Route(Protocol):
+    """How rows reach a layer on a GPU; every call is made under any current device and never waits for the GPU.
+
+    One step: `stage` copies device sources, if that is where they are -> `begin` -> in the forward, for each layer, `start`
+    and `finish` -> `error` once the step is done on the device -> `release`.
+    """
+
+    name: str
+    asks_worker: bool  # False: the forward itself has all it needs, a step is only counted
+
+    def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
+        """Copy device sources into the step's slot and announce it, in stream order."""
+
+    def begin(self, step: int, num_tokens: int, dummy: bool) -> None:
+        """The next forward on the current stream is this step's; a dummy's rows are zeros where the route decides them."""
+
+    def start(
+        self, index: int, ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
+    ) -> None:
+        """Inside the forward: begin the `index`-th layer's rows. May be captured in a graph."""
+
+    def finish(self, index: int, num_rows: int) -> torch.Tensor:
+        """Inside the forward: the layer's rows [num_rows, embed_dim], a fresh tensor. May be captured in a graph."""
+
+    def error(self, step: int) -> StepError | None:
+        """Why a step that is done on the device delivered NaN, or None."""
+
+    def release(self, step: int) -> None:
+        """Every step up to this one has been consumed once the current stream comes here."""
+
+    def close(self) -> None:
+        """Wait for the GPU, within the limits, then give registered memory back."""
 
 
 class Transport(Protocol):

@@ -48,6 +48,8 @@ class ConnectorConfig:
         sources, one batch at a time; "auto" decides by the sources' device.
     request: "tokens" sends token ids, the worker hashes; "rows" sends row numbers.
     output: how rows travel: "stored" as their bytes, decoded by the reader; "values" decoded by the worker.
+    route: how rows reach a GPU: "direct", the GPU reads host memory of tables open in this process; "staged", the worker
+        gathers and the GPU drains; "auto" the one that the address allows. On the CPU there is one, "host".
     checkpoint: which of the worker's: its path there, its name, or a table's fingerprint, which is the same wherever it is
         mounted; may be empty where it serves one.
     fingerprints: of the tables expected, by decoder layer (`ple_offload.spec.fingerprint`); a layer left out takes any.
@@ -65,6 +67,7 @@ class ConnectorConfig:
     staging: str = "auto"
     request: str = "tokens"
     output: str = "stored"
+    route: str = "auto"
     checkpoint: str = ""
     fingerprints: Mapping[int, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
@@ -74,6 +77,7 @@ class ConnectorConfig:
             ("staging", ("auto", "async", "mirror")),
             ("request", ("tokens", "rows")),
             ("output", ("stored", "values")),
+            ("route", ("auto", "host", "direct", "staged")),
         ):
             if getattr(self, name) not in accepted:
                 raise UsageError(f"{name}: expected one of {', '.join(accepted)}, found {getattr(self, name)!r}.")

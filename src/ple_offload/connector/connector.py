@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ple_offload.connector import registry
-from ple_offload.connector.base import Inputs, PortSpec, Transport
+from ple_offload.connector.base import Inputs, PortSpec, Route, Transport
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.inline import InlineTransport
 from ple_offload.connector.remote import RemoteTransport
@@ -95,8 +95,14 @@ class PleOffloadConnector:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
-        if self.device.type != "cpu":
-            raise UsageError(f"device: expected 'cpu', found {str(self.device)!r}: GPU routes are not in this release.")
+        if self.device.type not in ("cpu", "cuda"):
+            raise UsageError(f"device: expected 'cpu' or 'cuda', found {str(self.device)!r}.")
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise UsageError(f"device: expected 'cpu', found {str(self.device)!r}: torch sees no GPU here.")
+            self.device = torch.device(
+                "cuda", torch.cuda.current_device() if self.device.index is None else self.device.index
+            )
         self._layers = [module for module in model.modules() if isinstance(module, OffloadLayer)]
         if not self._layers:
             raise UsageError(f"model: expected at least one PleOffloadLayer, found none in {type(model).__name__}.")
@@ -114,6 +120,7 @@ class PleOffloadConnector:
         self._unreported: PleOffloadError | None = None
         self._failures: dict[int, PleOffloadError] = {}
         self._closed = False
+        self._route: Route | None = None
         self._transport = self._connect()
         try:
             facts = {port.layer: fact for port, fact in zip(ports, self._transport.facts, strict=True)}
@@ -126,10 +133,16 @@ class PleOffloadConnector:
                     )
             self._sources = Sources(input_ids_source, query_start_loc_source, ngram_context_source, row_numbers_source)
             context_len = next(iter(facts.values())).context_len
-            self._sources.check(config, context_len, {layer: fact.rows_per_token for layer, fact in facts.items()})
-            self._arrays = self._sources.arrays([port.layer for port in ports])
-            # all sources are on the CPU, or `check` would have refused them
-            self.staging = staging = "mirror" if config.staging == "auto" else config.staging
+            self._sources.check(
+                config, context_len, {layer: fact.rows_per_token for layer, fact in facts.items()}, self.device
+            )
+            self._on_cpu = on_cpu = self._sources.on_cpu()
+            if on_cpu:
+                self._arrays = self._sources.arrays([port.layer for port in ports])
+            elif config.staging == "mirror":
+                raise UsageError("staging 'mirror': expected CPU sources, found sources on a device.")
+            self.staging = staging = ("mirror" if on_cpu else "async") if config.staging == "auto" else config.staging
+            self._route = self._make_route()
             self._depth = 1 if staging == "mirror" else config.max_concurrent_batches
             for index, layer in enumerate(self._layers):
                 registry.add(layer.number, self, index)
@@ -137,6 +150,23 @@ class PleOffloadConnector:
         except BaseException:
             self.close()
             raise
+
+    def _make_route(self) -> Route | None:
+        """How rows reach a GPU; None on the CPU. "auto": `direct` with tables open here, else `staged`."""
+        wanted = self.config.route
+        if self.device.type == "cpu":
+            if wanted not in ("auto", "host"):
+                raise UsageError(f"route {wanted!r}: expected device 'cuda', found 'cpu'.")
+            return None
+        from ple_offload.connector.direct import DirectRoute
+        from ple_offload.connector.staged import StagedRoute
+
+        possible = "direct" if isinstance(self._transport, InlineTransport) else "staged"
+        if wanted not in ("auto", possible):
+            raise UsageError(f"route {wanted!r}: expected {possible!r} with worker address {self._address!r}.")
+        if isinstance(self._transport, RemoteTransport):
+            return StagedRoute(self.config, self._ports, self._transport, self.device)
+        return DirectRoute(self.config, self._ports, self._tables or {}, self.device)
 
     def _connect(self) -> Transport:
         if self._address == "inline":
@@ -182,10 +212,18 @@ class PleOffloadConnector:
         if not dummy_run:
             self._release_up_to(self._flight[0].number - 1 if self._flight else step.number - 1)
             self._publish(step, num_reqs)
+        if self._route is not None:
+            self._route.begin(step.number, step.num_tokens, dummy_run)
         self._flight.append(step)
         return step.number
 
     def _publish(self, step: Step, num_reqs: int) -> None:
+        if self._route is not None and not self._route.asks_worker:
+            return
+        if self._route is not None and not self._on_cpu:
+            if self.config.tp_rank == 0:
+                self._route.stage(step.number, num_reqs, step.num_tokens, self._sources)
+            return
         if self.config.tp_rank == 0:
             step.num_tokens = min(step.num_tokens, self._stage(self._transport.inputs(step.number), num_reqs, step))
         else:
@@ -219,6 +257,8 @@ class PleOffloadConnector:
         if not 0 <= num_tokens <= self.config.max_num_tokens:
             raise UsageError(f"num_tokens: expected 0 to {self.config.max_num_tokens}, found {num_tokens}.")
         self._dummies.append(Step(0, num_tokens, dummy=True))
+        if self._route is not None:
+            self._route.begin(self._step, num_tokens, dummy=True)
 
     def deliver(self, index: int, num_rows: int) -> torch.Tensor:
         """The rows of the `index`-th layer for its next step: a fresh tensor [num_rows, embed_dim].
@@ -226,6 +266,8 @@ class PleOffloadConnector:
         Called by the layer's op. Never raises for rows that do not come: the tensor is NaN then and the error is kept for
         `check`. Rows behind the step's tokens are zero.
         """
+        if self._route is not None:
+            return self._route.finish(index, num_rows)
         port = self._ports[index]
         # NumPy allocates, since torch takes an array over in a third of the time of the other way round
         values = np.empty((num_rows, port.embed_dim), VALUE_DTYPES[port.dtype])
@@ -274,6 +316,8 @@ class PleOffloadConnector:
 
         Raises StepError or ConnectionLostError; a second call for the same step raises again until it is released.
         """
+        if self._route is not None:
+            self._hear_device(step)
         failed = [n for n in sorted(self._failures) if step in (None, n)]
         if failed:
             error = self._failures[failed[0]]
@@ -295,7 +339,30 @@ class PleOffloadConnector:
         """Tell the transport that every step up to `number` is consumed, or was never published."""
         if number > self._released:
             self._released = number
-            self._transport.release(number)
+            if self._route is not None:
+                self._route.release(number)
+            else:
+                self._transport.release(number)
+
+    def start(
+        self, index: int, ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
+    ) -> None:
+        """Begin a layer's rows inside the forward, where the route does; called by the layer's op."""
+        if self._route is not None:
+            self._route.start(index, ids, query_start_loc, ngram_context)
+
+    def _hear_device(self, wanted: int | None) -> None:
+        """Take up what steps that are done on the device failed with."""
+        for step in self._flight:
+            if wanted in (None, step.number) and step.error is None and self._route is not None:
+                error = self._route.error(step.number)
+                if error is not None:
+                    try:
+                        if isinstance(self._transport, RemoteTransport):
+                            self._transport.explain(step.number)
+                        self._fail(step, error)
+                    except PleOffloadError as reason:
+                        self._fail(step, reason)
 
     def _fail(self, step: Step, error: PleOffloadError) -> None:
         step.error = error
@@ -319,11 +386,15 @@ class PleOffloadConnector:
 
         address: of another worker, such as a `SpawnedWorker` started for one that died; by default the same.
         Every rank of a session that lost its worker reconnects, and every rank of a DP group that lost one. Step numbers go
-        on, from the highest that any rank of the group has counted.
+        on, from the highest that any rank of the group has counted. On a GPU, graphs captured before hold the old buffers'
+        addresses: capture them again.
         """
         if self._closed:
             raise UsageError("the connector is closed.")
         self._address = self._address if address is None else address
+        if self._route is not None:
+            self._route.close()
+            self._route = None
         self._transport.close()
         self.metrics.reconnects += 1
         for step in self._flight:
@@ -334,6 +405,7 @@ class PleOffloadConnector:
         self._unreported = None
         self._released = 0
         self._transport = self._connect()
+        self._route = self._make_route()
 
     def close(self) -> None:
         """Stop the transport, then free its memory; safe to call twice, at exit, and after a constructor that failed."""
@@ -343,6 +415,8 @@ class PleOffloadConnector:
         for layer in self._layers:
             registry.remove(layer.number, self)
         _open.discard(self)
+        if self._route is not None:
+            self._route.close()
         self._transport.close()
         self._flight.clear()
 

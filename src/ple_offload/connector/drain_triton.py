@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 
-import triton
 from ple_offload.formats.base import RowFormat
 from ple_offload.formats.gather_triton import KIND_RAW, KINDS, NAMES, WORDS, as_integers, bf16_bits, decode, nan_bits
 from ple_offload.ipc.region import BLOCK_ROWS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import time
 import weakref
 from collections.abc import Sequence
@@ -169,6 +170,8 @@ class RemoteTransport:
         self._announced = np.uint64(base + region.WORD_ANNOUNCED)
         self._released = np.uint64(base + region.WORD_RELEASED)
         self._waiters = np.uint64(base + region.WORD_WAITERS)
+        self._coming = np.uint64(base + region.WORD_COMING)
+        self._watched = (-1, time.monotonic())  # the last heartbeat that `alive` saw, and when
         self._waited = view[region.WORD_WAITED : region.WORD_WAITED + 8].view(np.uint64)
         self._heads: list[npt.NDArray[np.uint64]] = []
         self._inputs: list[Inputs] = []
@@ -242,6 +245,60 @@ class RemoteTransport:
         head[0], head[1], head[2] = step, num_reqs, num_tokens
         words.store_word(self._announced, np.uint64(step))
         os.eventfd_write(self._doorbell_fd, 1)
+
+    # ---- for a device that reads and writes the region itself
+
+    def region_range(self) -> tuple[int, int]:
+        """(address, bytes) of the region."""
+        return self._region.address, self.layout.num_bytes
+
+    def travelling_format(self, layer: int) -> RowFormat:
+        """The format in which a layer's rows lie in its output slots."""
+        row_format = self._formats[layer]
+        return (
+            row_format if self._config.output == "stored" else RowFormat(self._ports[layer].dtype, row_format.row_dim)
+        )
+
+    def flag(self, step: int) -> int:
+        """The word that says that a block of this step is there."""
+        return words.flag(self._epoch, step)
+
+    def expect(self, step: int, num_reqs: int, num_tokens: int) -> None:
+        """A device will write this step's inputs into its slot, then the word that announces it."""
+        self._look()
+        if self._closing is not None:
+            self._give_up(f"it stops: {self._closing}")
+        head = self._heads[step % self._slots]
+        head[0], head[1], head[2] = step, num_reqs, num_tokens
+        words.store_word(self._coming, np.uint64(step))
+        self.ring()
+
+    def ring(self) -> None:
+        """Make the worker look at this rank's words."""
+        if self._lost is None:
+            os.eventfd_write(self._doorbell_fd, 1)
+
+    def explain(self, step: int) -> None:
+        """Raise what the worker said about a step that the device saw fail, or why the connection is over."""
+        self._look()
+        if step in self._failed:
+            raise StepError(self._failed[step])
+
+    def alive(self) -> bool:
+        """Whether the worker is there and its heart has beaten within no_progress_s; for a thread that watches.
+
+        Reads nothing from the socket: what the worker said is for the thread that runs the steps.
+        """
+        if self._lost is not None:
+            return False
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLRDHUP)
+        if poll.poll(0):
+            return False
+        now, beat = time.monotonic(), int(words.load_word(self._heartbeat))
+        if beat != self._watched[0]:
+            self._watched = (beat, now)
+        return now - self._watched[1] <= self._limits.no_progress_s
 
     def deliver(self, layer: int, step: int, num_tokens: int, out: npt.NDArray[Any]) -> None:
         self._raise_if_lost()

@@ -27,8 +27,10 @@ class Sources:
     ngram_context: torch.Tensor | None = None
     row_numbers: Mapping[int, torch.Tensor] | None = None
 
-    def check(self, config: ConnectorConfig, context_len: int, rows_per_token: Mapping[int, int]) -> None:
-        """Raise UsageError naming the source, what was expected and what was given."""
+    def check(
+        self, config: ConnectorConfig, context_len: int, rows_per_token: Mapping[int, int], device: torch.device
+    ) -> None:
+        """Raise UsageError naming the source, what was expected and what was given; all on the CPU, or all on `device`."""
         tokens = {
             "input_ids": (self.input_ids, (config.max_num_tokens,)),
             "query_start_loc": (self.query_start_loc, (config.max_num_reqs + 1,)),
@@ -44,7 +46,7 @@ class Sources:
                     f"row_numbers: expected one source for each of layers {sorted(rows_per_token)}, found {sorted(given)}."
                 )
             for layer, source in given.items():
-                _check(f"row_numbers[{layer}]", source, (config.max_num_tokens, rows_per_token[layer]))
+                _check(f"row_numbers[{layer}]", source, (config.max_num_tokens, rows_per_token[layer]), device)
         else:
             if self.row_numbers is not None:
                 raise UsageError("row_numbers: expected None with request 'tokens', found sources.")
@@ -52,7 +54,17 @@ class Sources:
                 raise UsageError("ngram_context: expected None for a family that does not look back, found a tensor.")
             for name, (source, shape) in tokens.items():
                 if name != "ngram_context" or context_len:
-                    _check(name, source, shape)
+                    _check(name, source, shape, device)
+        places = sorted({str(source.device) for source in self.given()})
+        if len(places) > 1:
+            raise UsageError(f"sources: expected all on one device, found {' and '.join(places)}.")
+
+    def given(self) -> list[torch.Tensor]:
+        own = (self.input_ids, self.query_start_loc, self.ngram_context)
+        return [source for source in own if source is not None] + list((self.row_numbers or {}).values())
+
+    def on_cpu(self) -> bool:
+        return self.given()[0].device.type == "cpu"
 
     def arrays(self, layers: Sequence[int]) -> Inputs:
         """NumPy views of CPU sources: they cost a tenth of slicing tensors, and follow what is written to the tensors."""
@@ -63,12 +75,13 @@ class Sources:
         return Inputs(own[0].numpy(), own[1].numpy(), context.numpy(), rows)
 
 
-def _check(name: str, source: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    wanted = f"a CPU tensor of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
+def _check(name: str, source: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    where = "CPU tensor" if device.type == "cpu" else f"tensor on the CPU or {device}"
+    wanted = f"a {where} of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
     if source is None:
         raise UsageError(f"{name}: expected {wanted}, found None.")
     fits = (
-        source.device.type == "cpu"
+        (source.device.type == "cpu" or source.device == device)
         and source.dtype in INTEGERS
         and source.dim() == len(shape)
         and source.shape[0] >= shape[0]

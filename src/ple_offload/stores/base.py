@@ -48,6 +48,9 @@ class Store(Protocol):
     tier: str
     rows: RowMap
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """The mapped ranges that hold the rows, as (address, bytes), for whoever registers them with a device."""
+
     def check(self) -> None:
         """Raise StoreError when the rows can no longer be trusted (their file was cut, or changed in place)."""
 

@@ -77,6 +77,9 @@ class FileStore:
         self._mappings.append(mapping)
         return {segment: mapping.address + segment.offset - first for segment in segments}
 
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(mapping.address, mapping.num_bytes) for mapping in self._mappings]
+
     def check(self) -> None:
         for path, (fd, opened) in self._files.items():
             now = os.fstat(fd)

@@ -72,6 +72,9 @@ class RamStore:
     def _collapse(self, address: int, num_bytes: int) -> None:
         self._collapse_errno = collapse(address, num_bytes) or self._collapse_errno
 
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(self._mapping.address, self._num_bytes)]
+
     def check(self) -> None:
         """Sealed memory cannot change."""
 

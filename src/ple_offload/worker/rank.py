@@ -41,6 +41,7 @@ class Rank:
         base = self._mapping.address
         self._base = base
         self._announced = np.uint64(base + region.WORD_ANNOUNCED)
+        self._coming = np.uint64(base + region.WORD_COMING)
         self._released = np.uint64(base + region.WORD_RELEASED)
         self._waiters = np.uint64(base + region.WORD_WAITERS)
         self._waited, self._waited_ns = np.uint64(base + region.WORD_WAITED), 0
@@ -57,6 +58,10 @@ class Rank:
     @property
     def announced(self) -> int:
         return int(words.load_word(self._announced))
+
+    @property
+    def coming(self) -> int:
+        return int(words.load_word(self._coming))
 
     @property
     def released(self) -> int:

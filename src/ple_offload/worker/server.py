@@ -169,7 +169,7 @@ class PleOffloadWorker:
                 if ready is not None:
                     ready()
                 while self._stopping is None:
-                    self._poll(0.0 if self._turns else HEARTBEAT_S)
+                    self._poll(self._turns.patience_s(HEARTBEAT_S))
                     self._beat()
                     if self._strangers:
                         self._end_silent_peers()
@@ -181,6 +181,9 @@ class PleOffloadWorker:
             self._close()
 
     def _poll(self, timeout_s: float) -> None:
+        if 0 < timeout_s < 0.001:  # epoll counts in milliseconds
+            time.sleep(timeout_s)
+            timeout_s = 0.0
         for fd, _ in self._epoll.poll(timeout_s):
             handler = self._handlers.get(fd)  # an earlier handler may have ended this one
             if handler is not None:
@@ -475,7 +478,7 @@ class PleOffloadWorker:
             for i, (wish, table) in enumerate(zip(session.first.layers, session.tables, strict=True)):
                 layer = wish.layer
                 rows = inputs[i] if rank.hello.request == "rows" else _row_numbers(table, inputs)
-                self._deliver(targets, i, step, table, rows.reshape(-1), wish.output)
+                self._deliver(targets, i, step, table, rows.reshape(-1), len(inputs[0]), wish.output)
                 counters = session.layers[layer]
                 counters.steps += 1
                 counters.rows += rows.size
@@ -494,16 +497,24 @@ class PleOffloadWorker:
                 target.channel.send(StepFailed(step, plain(reason)))
                 target.fail(step)
 
-    def _deliver(self, targets: list[Rank], i: int, step: int, table: Table, rows: np.ndarray, output: str) -> None:
-        """Gather a layer's rows block by block into the first target's output, copy them to the others', raise flags."""
+    def _deliver(
+        self, targets: list[Rank], i: int, step: int, table: Table, rows: np.ndarray, num_tokens: int, output: str
+    ) -> None:
+        """Gather a layer's rows block by block into the first target's output, copy them to the others', raise flags.
+
+        Rows of tokens behind the last request's, up to num_tokens, are zeros.
+        """
         width = table.spec.row_bytes if output == "stored" else _token_bytes(table, output) // table.rows_per_token
-        num_tokens = rows.size // table.rows_per_token
+        total = num_tokens * table.rows_per_token
         outputs = [target.output(i, step, num_tokens) for target in targets]
-        for block, first in enumerate(range(0, max(1, rows.size), BLOCK_ROWS)):  # no rows: the flag says they are right
+        for block, first in enumerate(range(0, max(1, total), BLOCK_ROWS)):  # no rows: the flag says they are right
             part = rows[first : first + BLOCK_ROWS]
-            span = slice(first * width, (first + part.size) * width)
+            span = slice(first * width, min(total, first + BLOCK_ROWS) * width)
             out = outputs[0][span]
-            table.gather_into(part, output, out if output == "stored" else out.view(_value_dtype(output)))
+            real = out[: part.size * width]
+            table.gather_into(part, output, real if output == "stored" else real.view(_value_dtype(output)))
+            if len(real) < len(out):
+                out[len(real) :] = 0
             for other in outputs[1:]:
                 other[span] = out
             for target in targets:

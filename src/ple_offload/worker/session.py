@@ -18,6 +18,9 @@ from ple_offload.metrics import LayerCounters, SessionCounters
 from ple_offload.table import Table
 from ple_offload.worker.rank import Rank
 
+# Looking again for a promised step: at once, then every DOZE_S, then every millisecond, then no more.
+SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.0003, 0.00005, 0.2, 60.0
+
 
 @dataclass
 class Lane:
@@ -36,6 +39,11 @@ class Lane:
         """Whether steps behind this one were announced."""
         rank = self.tp_rank_0()
         return rank is not None and rank.announced > step
+
+    def is_promised(self) -> bool:
+        """Whether a step will become servable without a doorbell: it is coming, or waits for its slot."""
+        rank = self.tp_rank_0()
+        return rank is not None and self.ready and max(rank.announced, rank.coming) > rank.served
 
     def begin(self) -> None:
         """All ranks are there: they count on from the highest step any of them has counted."""
@@ -125,10 +133,15 @@ class Session:
 
 
 class Turns:
-    """Round robin over the lanes that may have something to do, one step each."""
+    """Round robin over the lanes that may have something to do, one step each.
+
+    A lane whose step is promised (a device will announce it, or a reader has not released its slot yet) becomes servable
+    without ringing: it is looked at again and again, ever less often, until PATIENCE_S have passed.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Lane] = {}  # by identity, in the order of their turn
+        self._promised: dict[int, tuple[Lane, float]] = {}  # since when
 
     def ring(self, lane: Lane) -> None:
         if id(lane) not in self._waiting:
@@ -138,16 +151,32 @@ class Turns:
     def next(self) -> tuple[Lane, int] | None:
         """The next lane that can be served, and its step; a lane that has more queues up behind the others.
 
-        A lane that cannot be served is dropped: what changes that (a new step, a released slot) rings again.
+        Any other lane is dropped: what changes that (a new step) rings again.
         """
+        for key, (lane, since_s) in list(self._promised.items()):
+            if lane.ready_step() is not None or time.monotonic() - since_s > PATIENCE_S:
+                del self._promised[key]
+                self.ring(lane)
         while self._waiting:
-            lane = self._waiting.pop(next(iter(self._waiting)))
+            key = next(iter(self._waiting))
+            lane = self._waiting.pop(key)
             step = lane.ready_step()
             if step is not None:
                 if lane.has_more(step):
                     self.ring(lane)
                 return lane, step
+            if lane.is_promised() and key not in self._promised:
+                self._promised[key] = (lane, time.monotonic())
         return None
+
+    def patience_s(self, idle_s: float) -> float:
+        """How long the worker may sleep before it calls `next` again."""
+        if self._waiting:
+            return 0.0
+        if not self._promised:
+            return idle_s
+        waited_s = time.monotonic() - max(since_s for _, since_s in self._promised.values())
+        return 0.0 if waited_s < SPIN_S else DOZE_S if waited_s < DOZE_UNTIL_S else 0.001
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

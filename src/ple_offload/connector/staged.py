@@ -1,0 +1,190 @@
+"""Route `staged`: the worker gathers rows into page-locked memory, block by block, and a GPU kernel drains them.
+
+The worker needs no CUDA context: its flags and rows are ordinary memory of the connection's region, which is registered
+with the driver here. The model's wait is one kernel with a small grid (drain_triton.py), the same in eager mode and in a
+captured graph, bounded by the GPU's own clock. What a step changes is in `control`, which `begin` writes in stream order.
+
+A thread looks at the worker's socket and heartbeat while steps are in flight: a forward that waits on the GPU makes no host
+call that could. It sets the poison word, nothing more; the kernel sees it and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ple_offload.connector.base import PortSpec
+from ple_offload.connector.config import ConnectorConfig
+from ple_offload.connector.direct import TORCH_DTYPES
+from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAILED, TIMED_OUT, Drain
+from ple_offload.connector.remote import RemoteTransport
+from ple_offload.connector.sources import Sources
+from ple_offload.cuda import Cuda, Registration
+from ple_offload.errors import StepError
+from ple_offload.ipc import region
+
+LOOK_EVERY_S = 0.02
+RING = 64  # control blocks on their way to the device; no more steps are in flight
+
+
+@dataclass
+class _Control:
+    """One step's control words on their way to the device, and the event after which they may be written again."""
+
+    words: torch.Tensor  # [layers, CONTROL_WORDS] int64, pinned
+    event: torch.cuda.Event
+
+
+class StagedRoute:
+    """See the module. `transport` is connected; it is closed by the caller, after this route."""
+
+    name = "staged"
+    asks_worker = True
+
+    def __init__(
+        self, config: ConnectorConfig, ports: Sequence[PortSpec], transport: RemoteTransport, device: torch.device
+    ) -> None:
+        self._config, self._transport, self._device, self._ports = config, transport, device, list(ports)
+        self._resources = contextlib.ExitStack()
+        self._cuda = cuda = Cuda(device)
+        layout, slots = transport.layout, config.max_concurrent_batches
+        try:
+            address, num_bytes = transport.region_range()
+            registration = Registration(cuda, address, num_bytes, read_only=False)
+            self._resources.callback(registration.close)
+            self._region = registration.device_address
+            with cuda.current():
+                # poison, then one error word per slot; written by the host and by the kernel
+                self._words = torch.zeros(1 + slots, dtype=torch.int64, pin_memory=True)
+                self._control = torch.zeros((len(ports), CONTROL_WORDS), dtype=torch.int64, device=device)
+                self._ring = [
+                    _Control(
+                        torch.zeros((len(ports), CONTROL_WORDS), dtype=torch.int64, pin_memory=True),
+                        torch.cuda.Event(),  # type: ignore[no-untyped-call]
+                    )
+                    for _ in range(RING)
+                ]
+                self._drains = [
+                    Drain(
+                        transport.travelling_format(i),
+                        stage=self._region + layout.output(i, 0),
+                        flags=self._region + layout.flag(i, 0, 0),
+                        poison=self._words.data_ptr(),
+                        errors=self._words.data_ptr() + 8,
+                        slot_bytes=layout.output(i, 1) - layout.output(i, 0) if slots > 1 else 0,
+                        blocks_per_slot=layout.blocks[i],
+                    )
+                    for i in range(len(ports))
+                ]
+        except BaseException:
+            self._resources.close()
+            raise
+        self._turn = 0
+        self._slot_steps = [0] * slots  # the step whose error word a slot's is
+        self._busy = threading.Event()
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ple-offload-watch", daemon=True)
+        self._watcher.start()
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, num_tokens: int, dummy: bool) -> None:
+        """Tell the device what the next forward waits for; in stream order, before it."""
+        entry = self._ring[self._turn % RING]
+        self._turn += 1
+        entry.event.synchronize()  # of the copy RING steps ago
+        slot = step % self._config.max_concurrent_batches
+        limit_ns = int(self._config.limits.hard_cap_s * 1e9)
+        for i, rows_per_token in enumerate(self._transport.layout.rows_per_token):
+            rows = 0 if dummy else num_tokens * rows_per_token
+            entry.words[i] = torch.tensor([self._transport.flag(step), rows, slot, limit_ns])
+        if not dummy:
+            self._words[1 + slot] = 0
+            self._slot_steps[slot] = step
+            self._busy.set()
+        with self._cuda.current():
+            stream = torch.cuda.current_stream(self._device)
+            self._control.copy_(entry.words, non_blocking=True)
+            entry.event.record(stream)
+
+    def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
+        """Copy device sources into the step's slot and announce it, all in stream order; never waits."""
+        slot = self._transport.inputs(step)
+        with self._cuda.current():
+            if self._config.request == "rows":
+                for target, port in zip(slot.row_numbers, self._ports, strict=True):
+                    _copy(target[:num_tokens], (sources.row_numbers or {})[port.layer][:num_tokens])
+            else:
+                assert sources.input_ids is not None  # checked when the connector was made
+                assert sources.query_start_loc is not None
+                _copy(slot.input_ids[:num_tokens], sources.input_ids[:num_tokens])
+                _copy(slot.query_start_loc[: num_reqs + 1], sources.query_start_loc[: num_reqs + 1])
+                if sources.ngram_context is not None:
+                    _copy(slot.ngram_context[:num_reqs], sources.ngram_context[:num_reqs])
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._transport.expect(step, num_reqs, num_tokens)
+            self._cuda.write_value(stream, self._region + region.WORD_ANNOUNCED, step)
+
+    def start(
+        self, index: int, ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
+    ) -> None:
+        """The step was begun by `prepare_forward`."""
+
+    def finish(self, index: int, num_rows: int) -> torch.Tensor:
+        """The layer's rows [num_rows, embed_dim], written when the current stream comes here."""
+        port, rows_per_token = self._ports[index], self._transport.layout.rows_per_token[index]
+        out = torch.empty((num_rows, port.embed_dim), dtype=TORCH_DTYPES[port.dtype], device=self._device)
+        self._drains[index].run(self._control[index], out.view(num_rows * rows_per_token, -1))
+        return out
+
+    def release(self, step: int) -> None:
+        """Once the current stream comes here, the step's slot may be written again."""
+        with self._cuda.current():
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._cuda.write_value(stream, self._region + region.WORD_RELEASED, step)
+        self._transport.ring()
+
+    def error(self, step: int) -> StepError | None:
+        """Why a step that is done on the device delivered NaN, or None."""
+        slot = step % self._config.max_concurrent_batches
+        why = int(self._words[1 + slot])
+        if not why or self._slot_steps[slot] != step:
+            return None
+        limit_s = self._config.limits.hard_cap_s
+        reasons = {
+            TIMED_OUT: f"its rows did not come within {limit_s:g} s (limit hard_cap_s)",
+            STEP_FAILED: "the worker could not deliver its rows",
+            POISONED: "the worker has gone",
+        }
+        return StepError(f"step {step}: {reasons.get(why, f'error word {why}')}; its output is NaN.")
+
+    def idle(self) -> None:
+        """No step is in flight: nothing to watch."""
+        self._busy.clear()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            self._busy.wait()
+            if not self._ended.wait(LOOK_EVERY_S) and not self._transport.alive():
+                self._words[0] = 1
+                return
+
+    def close(self) -> None:
+        """End what waits on the device, then unregister."""
+        self._words[0] = 1
+        self._ended.set()
+        self._busy.set()
+        self._watcher.join(5.0)
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+        self._resources.close()
+
+
+def _copy(target: np.ndarray, source: torch.Tensor) -> None:
+    """Copy a device tensor of int32 or int64 into page-locked int64 memory, in stream order."""
+    torch.from_numpy(target).copy_(source.to(torch.int64), non_blocking=True)
