@@ -267,9 +267,10 @@ def test_a_model_nobody_closed(make_checkpoint: Make) -> None:
 
 
 EXIT = """
-import sys
+import builtins, sys
 from ple_offload.engines.transformers import from_pretrained
 model = from_pretrained(sys.argv[1], worker="spawn", tier="file")
+builtins.kept = model  # so that the interpreter's end does not delete it
 print(model.ple_offload.remote.process.pid, model.ple_offload.remote.process.log_path)
 """
 

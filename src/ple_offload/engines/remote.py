@@ -10,11 +10,9 @@ with a session of its own.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 import uuid
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +28,6 @@ from ple_offload.spec import CheckpointSpec, fingerprint
 from ple_offload.worker.spawn import SpawnedWorker
 
 MAX_NUM_TOKENS = 8192  # of one step; longer inputs take several
-
-_open: weakref.WeakSet[RemoteTables] = weakref.WeakSet()
 
 
 class RemoteTables:
@@ -74,7 +70,6 @@ class RemoteTables:
         if self._kind == "spawn":
             self.process = SpawnedWorker(spec.path, **spawn_options)
         self.address = worker if self.process is None else self.process.address
-        _open.add(self)
 
     @property
     def connectors(self) -> list[PleOffloadConnector]:
@@ -136,7 +131,7 @@ class RemoteTables:
                 self.process.close()
 
     def __del__(self) -> None:
-        # the ops' registry knows the connector, so it would outlive a model that nobody closed
+        # Also at the interpreter's end. The ops' registry knows the connector, which would outlive a model nobody closed.
         with contextlib.suppress(Exception):
             self.close()
 
@@ -216,12 +211,3 @@ def _pieces(ids: torch.Tensor, context: torch.Tensor, most: int) -> Iterator[tup
         rows = slice(top, top + height)
         for left in range(0, seq, width):
             yield rows, slice(left, left + width), before[rows, left : left + context.shape[1]]
-
-
-def _close_open() -> None:
-    for tables in list(_open):
-        with contextlib.suppress(Exception):
-            tables.close()
-
-
-atexit.register(_close_open)
