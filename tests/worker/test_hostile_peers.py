@@ -435,8 +435,8 @@ def test_a_doorbell_rung_in_a_tight_loop_starves_nobody(worker: SpawnedWorker, g
 
 def test_sessions_that_always_want_more_starve_nobody(worker: SpawnedWorker, good: GoodSession) -> None:
     """Each takes its turn: between two steps of theirs one of the good session is served."""
-    clients = [Client(worker.address, layer=1, max_num_tokens=64, session=f"greedy {i}", slots=64) for i in range(2)]
-    with announcing_for_ever(clients[0], 64), announcing_for_ever(clients[1], 64):
+    clients = [Client(worker.address, layer=1, max_num_tokens=5000, session=f"greedy {i}", slots=8) for i in range(2)]
+    with announcing_for_ever(clients[0], 5000), announcing_for_ever(clients[1], 5000):
         assert good.steps_for(1.0) > 10
     assert good.slowest_s < 1
     for client in clients:
