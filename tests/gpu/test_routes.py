@@ -122,7 +122,8 @@ class Engine:
         self.context[:num_reqs].copy_(torch.from_numpy(self.np_context))
 
     def expected(self) -> torch.Tensor:
-        return self.reference.lookup(*(torch.from_numpy(x) for x in (self.np_ids, self.np_starts, self.np_context)))
+        inputs = (torch.from_numpy(x) for x in (self.np_ids, self.np_starts, self.np_context))
+        return self.reference.lookup(*inputs, dtype="bf16")
 
     def forward(self, padded: int) -> torch.Tensor:
         hidden = torch.empty((padded, 1), device="cuda")

@@ -43,14 +43,17 @@ class Inputs:
 
 
 class Route(Protocol):
-    """How rows reach a layer on a GPU; every call is made under any current device and never waits for the GPU.
+    """How rows reach a layer on a GPU. Calls are made under any current device; only `make_room` and `close` wait for it.
 
-    One step: `stage` copies device sources, if that is where they are -> `begin` -> in the forward, for each layer, `start`
+    One step: `make_room` for host sources, `stage` for device sources -> `begin` -> in the forward, for each layer, `start`
     and `finish` -> `error` once the step is done on the device -> `release`.
     """
 
     name: str
     asks_worker: bool  # False: the forward itself has all it needs, a step is only counted
+
+    def make_room(self, step: int) -> None:
+        """Wait, within the limits, until the host may write the step's slot."""
 
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
         """Copy device sources into the step's slot and announce it, in stream order."""

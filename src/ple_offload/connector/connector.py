@@ -224,6 +224,8 @@ class PleOffloadConnector:
             if self.config.tp_rank == 0:
                 self._route.stage(step.number, num_reqs, step.num_tokens, self._sources)
             return
+        if self._route is not None and self.config.tp_rank == 0:
+            self._route.make_room(step.number)
         if self.config.tp_rank == 0:
             step.num_tokens = min(step.num_tokens, self._stage(self._transport.inputs(step.number), num_reqs, step))
         else:

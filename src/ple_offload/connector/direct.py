@@ -80,6 +80,9 @@ class DirectRoute:
                 TORCH_DTYPES[port.dtype],
             )
 
+    def make_room(self, step: int) -> None:
+        """There are no slots."""
+
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
         """The forward brings the ids."""
 

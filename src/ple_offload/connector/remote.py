@@ -263,13 +263,15 @@ class RemoteTransport:
         """The word that says that a block of this step is there."""
         return words.flag(self._epoch, step)
 
-    def expect(self, step: int, num_reqs: int, num_tokens: int) -> None:
-        """A device will write this step's inputs into its slot, then the word that announces it."""
+    def released(self) -> int:
+        """The last step whose slot may be written again, as the device, or `release`, has said."""
+        return int(words.load_word(self._released))
+
+    def expect(self, step: int) -> None:
+        """A device will write this step's inputs and head into its slot, then the word that announces it."""
         self._look()
         if self._closing is not None:
             self._give_up(f"it stops: {self._closing}")
-        head = self._heads[step % self._slots]
-        head[0], head[1], head[2] = step, num_reqs, num_tokens
         words.store_word(self._coming, np.uint64(step))
         self.ring()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAI
 from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
 from ple_offload.cuda import Cuda, Registration
-from ple_offload.errors import StepError
+from ple_offload.errors import ConnectionLostError, StepError
 from ple_offload.ipc import region
 
 LOOK_EVERY_S = 0.02
@@ -103,14 +104,29 @@ class StagedRoute:
         for i, rows_per_token in enumerate(self._transport.layout.rows_per_token):
             rows = 0 if dummy else num_tokens * rows_per_token
             entry.words[i] = torch.tensor([self._transport.flag(step), rows, slot, limit_ns])
-        if not dummy:
-            self._words[1 + slot] = 0
-            self._slot_steps[slot] = step
-            self._busy.set()
         with self._cuda.current():
             stream = torch.cuda.current_stream(self._device)
+            if not dummy:
+                self._slot_steps[slot] = step
+                # in stream order: the step before in this slot may still be waiting, and fail
+                self._cuda.write_value(stream.cuda_stream, self._words.data_ptr() + 8 * (1 + slot), 0)
+                self._busy.set()
             self._control.copy_(entry.words, non_blocking=True)
             entry.event.record(stream)
+
+    def make_room(self, step: int) -> None:
+        """Wait until the device has consumed what was in this step's slot: the host is about to write there.
+
+        Device sources need none of this: they are copied in stream order, behind what reads the slot.
+        """
+        limits, began = self._config.limits, time.monotonic()
+        while self._transport.released() < step - self._config.max_concurrent_batches:
+            if time.monotonic() - began > limits.hard_cap_s or not self._transport.alive():
+                raise ConnectionLostError(
+                    f"step {step}: the step {self._config.max_concurrent_batches} before it is not consumed on "
+                    f"{self._device} within {limits.hard_cap_s:g} s (limit hard_cap_s), or the worker has gone."
+                )
+            time.sleep(0)
 
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
         """Copy device sources into the step's slot and announce it, all in stream order; never waits."""
@@ -127,8 +143,11 @@ class StagedRoute:
                 if sources.ngram_context is not None:
                     _copy(slot.ngram_context[:num_reqs], sources.ngram_context[:num_reqs])
             stream = torch.cuda.current_stream(self._device).cuda_stream
-            self._transport.expect(step, num_reqs, num_tokens)
+            head = self._region + self._transport.layout.input(step % self._config.max_concurrent_batches)
+            for i, value in enumerate((step, num_reqs, num_tokens)):
+                self._cuda.write_value(stream, head + 8 * i, value)
             self._cuda.write_value(stream, self._region + region.WORD_ANNOUNCED, step)
+            self._transport.expect(step)
 
     def start(
         self, index: int, ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
