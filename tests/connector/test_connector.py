@@ -215,7 +215,7 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], messa
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
 def test_every_limit_is_a_limit(value: float) -> None:
-    with pytest.raises(UsageError, match="Limits.ready_s: expected 0 to 1000000 seconds"):
+    with pytest.raises(UsageError, match=r"Limits\.ready_s: expected 0 to 1000000 seconds"):
         Limits(ready_s=value)
 
 

@@ -191,8 +191,9 @@ def test_a_failed_step_fails_on_every_tp_rank_of_its_dp_rank_and_on_no_other(
 def test_a_lagging_tp_rank_keeps_its_rows_until_it_has_released_them(
     made: dict[str, Made], serving: SpawnedWorker, engines: Callable[[], Engine], rng: np.random.Generator
 ) -> None:
+    limits = {"no_progress_s": 2.0}
     fast, slow = (
-        begin_connect(engines(), serving.address, session="lag", tp_rank=tp, tp_size=2, staging="async")
+        begin_connect(engines(), serving.address, session="lag", tp_rank=tp, tp_size=2, staging="async", limits=limits)
         for tp in range(2)
     )
     fast.result(), slow.result()
@@ -204,7 +205,7 @@ def test_a_lagging_tp_rank_keeps_its_rows_until_it_has_released_them(
         fast.release()
     prepare(fast, steps[2])  # its slot is the one that the slow rank has not read yet
     fast.begin("take", 0)
-    time.sleep(0.7)  # longer than two heartbeats: a worker that waits for a rank is not a silent one
+    time.sleep(2.5)  # longer than no_progress_s: a worker that waits for a rank is not a silent one
     assert not connected(fast)
     assert is_right(slow, made["one"], steps[0])
     slow.release()
@@ -366,8 +367,8 @@ def test_a_flood_of_large_steps_does_not_starve_another_rank(made: dict[str, Mad
             assert flooding.right(flooding.forward(64), large)
         order = [dp_rank for dp_rank, _ in served_steps]
         assert sorted(served_steps) == [*((0, step) for step in range(1, 6)), (1, 1), (1, 2)]
-        assert order.index(1) <= 2, order
-        assert len(order) - 1 - order[::-1].index(1) <= 4, order
+        # while both have steps they take turns, whoever was heard first
+        assert order[1:5] in ([0, 1, 0, 1], [1, 0, 1, 0]), order
 
 
 FLOOD = """
