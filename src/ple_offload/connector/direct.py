@@ -131,6 +131,7 @@ class DirectRoute:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         self._running.clear()
+        self._layers = []
         self._resources.close()
 
 

@@ -285,6 +285,8 @@ class RemoteTransport:
         self._look()
         if step in self._failed:
             raise StepError(self._failed[step])
+        if not self.alive():
+            self._give_up(f"no sign of life for {self._limits.no_progress_s:g} s (limit no_progress_s) in step {step}")
 
     def alive(self) -> bool:
         """Whether the worker is there and its heart has beaten within no_progress_s; for a thread that watches.

@@ -2,7 +2,8 @@
 
 Every size that a step changes is read from memory, so that a captured graph replays with other steps: a graph is captured
 for `num_tokens` tokens and `num_reqs` requests, and a smaller step has trailing empty requests (query_start_loc repeats its
-last value). Tokens from query_start_loc[num_reqs] on get row -1, which gathers as zeros.
+last value). Tokens from query_start_loc[num_reqs] on get row -1, which gathers as zeros; a token whose n-gram holds an id
+outside the vocabulary gets row -2, which gathers as NaN.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
         row = mix[:, None] % size[None, :]
         row = tl.where(row < 0, row + size[None, :], row)  # the floor modulus, also where the product wrapped
         rows = tl.where(order_of_head[None, :] == s + 1, row + offset[None, :], rows)
-    rows = tl.where((live & (wrong == 0))[:, None], rows, -1)
+    rows = tl.where(wrong[:, None], -2, tl.where(live[:, None], rows, -1))
     place = out + t[:, None].to(tl.int64) * HEADS + heads[None, :]
     tl.store(place, rows, mask=(t < num_tokens)[:, None] & (heads < HEADS)[None, :])
     tl.atomic_min(bad + tl.zeros((BLOCK,), tl.int32), t.to(tl.int64), mask=wrong)
