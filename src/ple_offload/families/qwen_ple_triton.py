@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 
-import triton
 from ple_offload.families.qwen_ple import QwenPle
 
 # What `bad` holds while every id so far was in the vocabulary.

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 import triton.language as tl
 
-import triton
 from ple_offload.formats.base import RowFormat
 
 KINDS = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3}
