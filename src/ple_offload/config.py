@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ple_offload import cgroup
 from ple_offload.errors import UsageError
 
 PREFIX = "PLE_OFFLOAD_"
@@ -121,32 +122,8 @@ def usable_cpus(root: Path = Path("/")) -> int:
     `root` is where /proc and /sys are looked for.
     """
     affinity = len(os.sched_getaffinity(0))
-    quotas = [quota for folder in _cgroup_folders(root) if (quota := _cpu_quota(folder)) is not None]
+    quotas = [quota for _, folder in cgroup.folders("cpu", root) if (quota := _cpu_quota(folder)) is not None]
     return max(1, min([affinity, *(-int(-quota // 1) for quota in quotas)]))
-
-
-def _cgroup_folders(root: Path) -> list[Path]:
-    """The folders of this process's cgroup and of all its parents, v2 and the v1 cpu controller.
-
-    In a container the path in /proc/self/cgroup may be one of the host and not exist; the top folder of the
-    mount, which is then the container's own cgroup, is always among them.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
-            top = root / "sys/fs/cgroup/cpu"
-        else:
-            continue
-        own = top / path.lstrip("/")
-        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
-    return folders
 
 
 def _cpu_quota(folder: Path) -> float | None:

@@ -7,9 +7,11 @@ cgroup is charged with is counted as free when it is inactive or clean file memo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ple_offload import cgroup
 from ple_offload.errors import MemoryLimitError
 
 GIB = 1 << 30
@@ -72,43 +74,18 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None  # "max" means no limit
 
 
-def _cgroups(root: Path) -> list[tuple[str, int, int, int]]:
+_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+_PREFIX = {1: "total_", 2: ""}  # of the fields of memory.stat that count children too
+
+
+def _cgroups(root: Path) -> Iterator[tuple[str, int, int, int]]:
     """(folder, limit, usage, reclaimable) in bytes of each limited memory cgroup of this process, up to the root."""
-    found = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            base, files = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-            # on a hybrid system version 2 is mounted beside the version 1 controllers
-            if not (base / "cgroup.controllers").exists() and (base / "unified").is_dir():
-                base = base / "unified"
-            cached: tuple[str, ...] = ("inactive_file", "active_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cached = ("total_inactive_file", "total_active_file")
-        else:
+    for version, folder in cgroup.folders("memory", root):
+        limit, usage = (_number(folder / name) for name in _FILES[version])
+        if limit is None or usage is None or limit >= 1 << 60:  # version 1 writes "no limit" as about 2**63
             continue
-        # inside a container the named folder may not be visible: the mount's root then is the process's own cgroup
-        folder = base / name.lstrip("/")
-        if not folder.is_dir():
-            folder = base
-        while True:
-            limit, usage = _number(folder / files[0]), _number(folder / files[1])
-            if (
-                limit is not None and usage is not None and limit < 1 << 60
-            ):  # version 1 writes "no limit" as about 2**63
-                stat = _fields(folder / "memory.stat")
-                reclaimable = sum(stat.get(key, 0) for key in cached)
-                dirty = stat.get("file_dirty", stat.get("total_dirty", 0)) + stat.get(
-                    "file_mapped", stat.get("total_mapped_file", 0)
-                )
-                found.append(("/" + str(folder.relative_to(root)), limit, usage, max(0, reclaimable - dirty)))
-            if folder == base:
-                break
-            folder = folder.parent
-    return found
+        stat = _fields(folder / "memory.stat")
+        cached = sum(stat.get(_PREFIX[version] + name, 0) for name in ("inactive_file", "active_file"))
+        kept = stat.get("file_dirty", stat.get("total_dirty", 0))
+        kept += stat.get("file_mapped", stat.get("total_mapped_file", 0))
+        yield "/" + str(folder.relative_to(root)), limit, usage, max(0, cached - kept)
