@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -232,6 +234,20 @@ def test_an_error_nobody_was_told_is_raised_by_the_next_call_once(
         one.connector.release_outputs()
         assert one.right(one.run(good), good)
         one.close()
+
+
+def test_failed_steps_hold_no_rows(rank: Callable[..., Rank], rng: np.random.Generator) -> None:
+    """What a step failed with is kept for `check`; the frames it was raised in, and so the rows, are not."""
+    one = rank()
+    one.load(random_inputs(rng, 12, 3))
+    one.ids[0] = -1
+    step = one.connector.prepare_forward(3, 12)
+    rows = weakref.ref(one.connector.deliver(0, 12))
+    for _ in range(2):
+        with pytest.raises(StepError):
+            one.connector.check(step)
+    gc.collect()
+    assert rows() is None
 
 
 def test_a_bad_row_number_fails_its_step(rank: Callable[..., Rank], rng: np.random.Generator) -> None:

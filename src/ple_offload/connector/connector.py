@@ -325,7 +325,7 @@ class PleOffloadConnector:
             error = self._failures[failed[0]]
             if self._unreported is error:
                 self._unreported = None
-            raise error
+            raise _again(error)
         if step is None:
             self.raise_unreported()
 
@@ -369,6 +369,7 @@ class PleOffloadConnector:
     def _fail(self, step: Step, error: PleOffloadError) -> None:
         step.error = error
         self.metrics.failures += 1
+        _drop_frames(error)
         self._failures[step.number] = error
         self._unreported = error
         log.error("step %d: %s", step.number, error)
@@ -379,7 +380,7 @@ class PleOffloadConnector:
             raise UsageError("the connector is closed.")
         error, self._unreported = self._unreported, None
         if error is not None:
-            raise error
+            raise _again(error)
 
     # ---- ending ---------------------------------------------------------------------------------------------------
 
@@ -436,6 +437,21 @@ _open: weakref.WeakSet[PleOffloadConnector] = weakref.WeakSet()
 def _close_at_exit() -> None:
     for connector in list(_open):
         connector.close()
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Take the tracebacks off an error that is kept: their frames hold a step's rows, and whatever the callers hold."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+def _again(error: PleOffloadError) -> PleOffloadError:
+    """A copy to raise of an error that is kept, so that the callers' frames go with the copy."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def _port(layer: OffloadLayer) -> PortSpec:
