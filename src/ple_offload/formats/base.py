@@ -5,7 +5,7 @@ A row is `row_dim` codes, one element each. Every format here decodes a code on 
 * `copy`: the stored bytes are the values already (BF16 rows wanted as BF16);
 * a lookup table of all codes, 256 or 65,536 entries, filled once with the very expression an engine computes. It is exact
   by construction and does not depend on the processor's rounding or flush-to-zero mode. FP8 wanted as bf16, the case that
-  serves models, is decoded by vector arithmetic instead where that gives the very same bits (e4m3.py). FP32 rows wanted
+  serves models, is decoded many codes at a time instead where that gives the very same bits (e4m3.py). FP32 rows wanted
   in 16 bits have too many codes and are cast after the copy.
 
 Values leave as bf16, fp16 or fp32 (`VALUE_DTYPES`); bfloat16 in NumPy is `ml_dtypes.bfloat16`.

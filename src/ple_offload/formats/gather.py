@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ple_offload import native
 from ple_offload.formats.base import RowFormat
-from ple_offload.formats.e4m3 import decode_e4m3, vector_scale
+from ple_offload.formats.e4m3 import decode_e4m3, vector_tables
 from ple_offload.native import copy_bytes, load_item, prefetch
 
 PREFETCH_ROWS = 16
@@ -88,8 +88,8 @@ def decode_rows(bases, starts, step, rows, row_bytes, code, values, out, first, 
 
 
 @native.kernel()
-def decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, out, first, last):  # type: ignore[no-untyped-def]
-    target = np.uint64(out.ctypes.data)
+def decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, halves, out, first, last):  # type: ignore[no-untyped-def]
+    target, tables = np.uint64(out.ctypes.data), np.uint64(halves.ctypes.data)
     for i in range(first, min(last, first + PREFETCH_ROWS)):
         _ask_for(bases, starts, step, rows[i], row_bytes)
     for i in range(first, last):
@@ -98,7 +98,7 @@ def decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, out, first, la
         source = _address(bases, starts, step, rows[i], row_bytes)
         if source == 0:
             return i
-        decode_e4m3(target + np.uint64(2 * i * row_bytes), source, np.uint64(row_bytes), scale)
+        decode_e4m3(target + np.uint64(2 * i * row_bytes), source, np.uint64(row_bytes), scale, tables)
     return -1
 
 
@@ -129,12 +129,14 @@ def decode_rows_parallel(bases, starts, step, rows, row_bytes, code, values, out
 
 
 @native.kernel(parallel=True)
-def decode_e4m3_rows_parallel(bases, starts, step, rows, row_bytes, scale, out, shares):  # type: ignore[no-untyped-def]
+def decode_e4m3_rows_parallel(  # type: ignore[no-untyped-def]
+    bases, starts, step, rows, row_bytes, scale, halves, out, shares
+):
     bad = np.full(shares, -1, np.int64)
     share = (rows.size + shares - 1) // shares
     for s in numba.prange(shares):
         last = min(rows.size, (s + 1) * share)
-        bad[s] = decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, out, s * share, last)
+        bad[s] = decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, halves, out, s * share, last)
     for s in range(shares):
         if bad[s] >= 0:
             return bad[s]
@@ -153,7 +155,7 @@ class Gather:
         self._where = (bases, starts, step)
         self._row_bytes = row_format.row_bytes
         plain = name in ("stored", row_format.name)
-        self._scale = None if plain else vector_scale(row_format, name)  # not None: decoded by arithmetic
+        self._vector_tables = None if plain else vector_tables(row_format, name)  # not None: many codes at a time
         # fp32 rows wanted in 16 bits are copied, then cast: they have too many codes for a table
         self._cast_from = row_format.stored_dtype if row_format.name == "fp32" and not plain else None
         self._codes = None if plain or self._cast_from else row_format.codes_to_values(name)
@@ -164,8 +166,8 @@ class Gather:
 
         shares: how many threads work; more than one only in a `native.parallel_turn`.
         """
-        if self._scale is not None:
-            decoded = (*self._where, rows, self._row_bytes, self._scale, values.view(np.uint16))
+        if self._vector_tables is not None:
+            decoded = (*self._where, rows, self._row_bytes, *self._vector_tables, values.view(np.uint16))
             if shares > 1:
                 return int(decode_e4m3_rows_parallel(*decoded, shares))
             return int(decode_e4m3_rows(*decoded, 0, rows.size))
