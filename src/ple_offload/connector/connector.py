@@ -314,13 +314,15 @@ class PleOffloadConnector:
             self._dummies.popleft()
 
     def check(self, step: int | None = None) -> None:
-        """Raise what made `step` (default: any step so far) deliver NaN; must precede the use of its tokens.
+        """Raise what made `step` (default: any step in flight) deliver NaN; must precede the use of its tokens.
 
-        Raises StepError or ConnectionLostError; a second call for the same step raises again until it is released.
+        Raises StepError or ConnectionLostError; a second call for the same step raises again. Without a step it also raises
+        what nobody has been told yet.
         """
         if self._route is not None:
             self._hear_device(step)
-        failed = [n for n in sorted(self._failures) if step in (None, n)]
+        wanted = {flying.number for flying in self._flight} if step is None else {step}
+        failed = sorted(wanted & self._failures.keys())
         if failed:
             error = self._failures[failed[0]]
             if self._unreported is error:

@@ -164,21 +164,22 @@ print(worker.pid, worker.address, worker.log_path)
 def test_too_little_memory_is_refused_with_the_figures(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "MODULE", "worker.faults.poor_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    logs = my_logs()
     with pytest.raises(
         MemoryLimitError, match=r"tier 'ram': needs 0\.063 GiB of memory, 0\.001 GiB is available"
     ) as raised:
         SpawnedWorker(checkpoint, tier="ram", threads=1)
     assert re.search("tier='file'", str(raised.value))
-    assert not my_logs()
+    assert my_logs() == logs
 
 
 def test_a_worker_that_cannot_be_started_leaves_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    before = num_descriptors()
+    before, logs = num_descriptors(), my_logs()
     with pytest.raises(FileNotFoundError):
         SpawnedWorker(checkpoint)
     assert num_descriptors() == before
-    assert not my_logs()
+    assert my_logs() == logs
 
 
 def test_a_worker_that_dies_while_starting_is_told_with_its_log(
