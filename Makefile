@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test test-gpu check bench fmt clean
+.PHONY: help demo test test-gpu soak-gpu check bench fmt clean
 
 help:
 	@echo "make demo    write a small model, generate with its n-gram table outside the model, compare with the ordinary model"
@@ -25,6 +25,9 @@ test: $(STAMP)
 test-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -W ignore -m pytest -m gpu tests/gpu
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -W ignore -m pytest tests/kernels/test_kernels.py
+
+soak-gpu:
+	PLE_SOAK_STEPS=100000 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -W ignore -m pytest -m gpu tests/gpu/test_soak.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
