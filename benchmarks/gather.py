@@ -1,14 +1,15 @@
 """Ids in, bf16 values out: `table.lookup` against `torch.index_select` on the same bytes and the same decode.
 
 The baselines are given their row numbers for nothing: their times hold no hash, ours do. They read either our own mapped
-memory (sealed, 2 MiB pages) or an ordinary torch allocation filled with the same bytes; for the `file` tier, a raw file
-of the rows mapped with `torch.from_file`. Two decoders: torch's own (fp8 to bf16, times the scale), and a table of 256
-values indexed by the bytes. All have the same number of threads and write to buffers made beforehand.
+memory (sealed, 2 MiB pages) or an ordinary torch allocation filled with the same bytes; for the `file` tier, the very page
+cache that ours reads, the shards mapped one behind the other. Two decoders: torch's own (fp8 to bf16, times the scale), and
+a table of 256 values indexed by the bytes. All have the same number of threads and write to buffers made beforehand.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from calm import Calm
 from ids import Ids, Stream
-from random_table import LAYER, ROW_DIM, ROWS_PER_TOKEN, SCALE, Made
+from random_table import HEADER_BYTES, LAYER, ROW_DIM, ROWS_PER_TOKEN, SCALE, Made
 from timing import Contender, Plan, interleave, ratio, spread
 
 from ple_offload import open_table
@@ -41,11 +42,9 @@ def run(made: Made, streams: dict[str, Stream], calm: Calm, *, threads: int, toy
     with ExitStack() as stack:
         ram = stack.enter_context(open_table(made.folder, LAYER, "ram", threads=threads))
         file = stack.enter_context(open_table(made.folder, LAYER, "file", threads=threads))
-        sources = {
-            "our memory": _segment(ram, 0),
-            "own memory": _raw_file(made, shared=False).clone(),
-            "mapped file": _raw_file(made, shared=True),
-        }
+        mapped_files = _map_shards(made)
+        # cloning reads the files in, in order, after loading `ram` has dropped them from the page cache
+        sources = {"our memory": _segment(ram, 0), "own memory": mapped_files.clone(), "mapped file": mapped_files}
         for mapped in (sources["mapped file"], *(_segment(file, i) for i in range(len(file.store.rows.bases)))):
             mapped[:: 4096 // ROW_DIM].sum()  # every page is mapped before anything is timed
         facts = {"ram": ram.describe(), "file": file.describe(), "torch_threads": torch.get_num_threads()}
@@ -162,11 +161,25 @@ def _check_equal(contenders: dict[str, tuple[Contender[Ids], torch.Tensor]], num
 def _segment(table: Any, i: int) -> torch.Tensor:
     """A segment of an open table's mapped rows, [rows, ROW_DIM] uint8; nothing is copied."""
     at = table.store.rows
-    num_rows = int(at.starts[i + 1] - at.starts[i])
-    memory = (ctypes.c_uint8 * (num_rows * ROW_DIM)).from_address(int(at.bases[i]))
+    return _tensor_at(int(at.bases[i]), int(at.starts[i + 1] - at.starts[i]))
+
+
+def _map_shards(made: Made) -> torch.Tensor:
+    """All shards' rows as one tensor [rows, ROW_DIM] uint8 over the page cache: mapped one behind the other, for good."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, *[ctypes.c_int] * 2, ctypes.c_int64]
+    first = libc.mmap(None, made.table_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    for i, path in enumerate(made.files):
+        start = i * made.shard_rows * ROW_DIM
+        num_bytes = min(made.shard_rows * ROW_DIM, made.table_bytes - start)
+        with path.open("rb") as file:
+            fixed = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+            if libc.mmap(first + start, num_bytes, mmap.PROT_READ, fixed, file.fileno(), HEADER_BYTES) != first + start:
+                raise OSError(ctypes.get_errno(), "mmap", str(path))
+    return _tensor_at(first, made.num_rows)
+
+
+def _tensor_at(address: int, num_rows: int) -> torch.Tensor:
+    memory = (ctypes.c_uint8 * (num_rows * ROW_DIM)).from_address(address)
     return torch.from_numpy(np.ctypeslib.as_array(memory)).view(num_rows, ROW_DIM)
-
-
-def _raw_file(made: Made, *, shared: bool) -> torch.Tensor:
-    rows = torch.from_file(str(made.raw), shared=shared, size=made.table_bytes, dtype=torch.uint8)
-    return rows.view(made.num_rows, ROW_DIM)

@@ -1,13 +1,12 @@
 """A checkpoint that holds nothing but one FP8 n-gram table of random bytes, written without torch.
 
-The rows are the same for every size of file, whatever wrote them: the generator is seeded per block of rows, so a table
-can be rewritten or compared without keeping a copy.
+The table comes first in each file and starts at a page; every shard but the last holds whole pages. So the shards can be
+mapped one behind the other, as one tensor, for baselines that cannot read several.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +22,21 @@ SCALE = 0.0123
 VOCAB_SIZE, EOS = 248_320, 248_044
 LAYER = 1
 BLOCK_ROWS = 100_000  # rows generated at once: 16 MB
+HEADER_BYTES = 4096
+PAGE_ROWS = 128  # 128 rows of 160 bytes are 5 pages
 
 
 @dataclass(frozen=True)
 class Made:
-    """A written checkpoint; `raw` holds the table's bytes alone, for baselines that want one plain file."""
+    """A written checkpoint; shard i holds rows from i * shard_rows on, HEADER_BYTES into its file."""
 
     folder: Path
-    raw: Path
     num_rows: int
     shards: int
+
+    @property
+    def shard_rows(self) -> int:
+        return -(-self.num_rows // self.shards // PAGE_ROWS) * PAGE_ROWS
 
     @property
     def table_bytes(self) -> int:
@@ -61,52 +65,44 @@ def make(folder: Path, rows_wanted: int, shards: int) -> Made:
     }
     rule = QwenPle.from_text_config(config, 0)
     folder = folder / f"table-{rule.num_rows}x{ROW_DIM}-{shards}"
-    made = Made(folder, folder / "rows.raw", rule.num_rows, shards)
+    made = Made(folder, rule.num_rows, shards)
     if (folder / "config.json").exists():  # written last: the folder is complete
         return made
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f"model.layers.{LAYER}.ple.ple_embedding."
-    shard_rows = math.ceil(made.num_rows / shards)
     index: dict[str, str] = {}
-    with made.raw.open("wb") as raw:
-        for shard in range(shards):
-            first = min(shard * shard_rows, made.num_rows)
-            count = min(shard_rows, made.num_rows - first)
-            tensors = {f"{prefix}ngram_embedding.shard_{shard}.weight": ("F8_E4M3", (count, ROW_DIM), b"")}
-            if shard == 0:
-                small = {
-                    "ngram_embedding.weight_scale": ("BF16", np.array([SCALE], ml_dtypes.bfloat16)),
-                    "layer_multipliers": ("I64", rule.multipliers),
-                    "ngram_heads_vocab_sizes": ("I64", rule.head_sizes),
-                    "ngram_heads_offsets": ("I64", rule.head_offsets),
-                }
-                tensors |= {prefix + key: (kind, array.shape, array.tobytes()) for key, (kind, array) in small.items()}
-            name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-            index |= dict.fromkeys(tensors, name)
-            with (folder / name).open("wb") as file:
-                file.write(_header(tensors, count * ROW_DIM))
-                for start in range(first, first + count, BLOCK_ROWS):
-                    rows = _random_rows(start, min(BLOCK_ROWS, first + count - start))
-                    file.write(rows)
-                    raw.write(rows)
-                for _, _, data in tensors.values():
-                    file.write(data)
+    for shard in range(shards):
+        first = shard * made.shard_rows
+        count = min(made.shard_rows, made.num_rows - first)
+        tensors = {f"{prefix}ngram_embedding.shard_{shard}.weight": ("F8_E4M3", (count, ROW_DIM), b"")}
+        if shard == 0:
+            small = {
+                "ngram_embedding.weight_scale": ("BF16", np.array([SCALE], ml_dtypes.bfloat16)),
+                "layer_multipliers": ("I64", rule.multipliers),
+                "ngram_heads_vocab_sizes": ("I64", rule.head_sizes),
+                "ngram_heads_offsets": ("I64", rule.head_offsets),
+            }
+            tensors |= {prefix + key: (kind, array.shape, array.tobytes()) for key, (kind, array) in small.items()}
+        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        index |= dict.fromkeys(tensors, name)
+        with (folder / name).open("wb") as file:
+            file.write(_header(tensors, count * ROW_DIM))
+            for start in range(first, first + count, BLOCK_ROWS):
+                file.write(np.random.default_rng(start).bytes(min(BLOCK_ROWS, first + count - start) * ROW_DIM))
+            for _, _, data in tensors.values():
+                file.write(data)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
     return made
 
 
-def _random_rows(first_row: int, count: int) -> bytes:
-    return np.random.default_rng(first_row).bytes(count * ROW_DIM)
-
-
 def _header(tensors: dict[str, tuple[str, tuple[int, ...], bytes]], table_bytes: int) -> bytes:
-    """The safetensors header; the table comes first, its bytes are written by the caller."""
+    """The safetensors header, HEADER_BYTES long; the table comes first, its bytes are written by the caller."""
     header: dict[str, object] = {}
     end = 0
     for name, (kind, shape, data) in tensors.items():
         start, end = end, end + (len(data) or table_bytes)
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (HEADER_BYTES - 8 - len(text))
     return struct.pack("<Q", len(text)) + text

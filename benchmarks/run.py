@@ -1,7 +1,8 @@
 """The side-by-side benchmarks: `make bench`, or `python benchmarks/run.py [NAME...] [options]`.
 
-Names: gather, hashing, load, memory, startup; all when none is given. The table of random bytes is made once (3.2 GB, and
-as much again for the baselines) and found again. Let nothing else run: the load average is recorded, and warned about.
+Names: gather, hashing, load, memory, startup; all when none is given. The table of random bytes (3.2 GB) is written once
+and found again; gather needs 10 GB of memory. Let nothing else run: blocks of calls that others disturb are repeated until
+the patience is used up, and the load average is recorded and warned about.
 """
 
 from __future__ import annotations
