@@ -145,4 +145,34 @@ def _startup(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-TABLES = {"gather": _gather, "hashing": _hashing, "load": _load, "memory": _memory, "startup": _startup}
+def _serving(result: Result) -> str:
+    rows = [
+        [
+            r["ids"],
+            f"{r['tokens']:,}",
+            *(_us(r["us"][n]) for n in ("in process", "worker")),
+            _us(r["worker / in process"]),
+        ]
+        for r in result["results"]
+    ]
+    busy, sessions = result["busy_caller"], result["sessions"]
+    buffers, growth = (sessions[key] / (1 << 20) for key in ("buffers_bytes", "worker_pss_growth_bytes"))
+    notes = (
+        f"Rows of 64 tokens after the caller computed for {busy['busy_ms']:.0f} ms: {_us(busy['us'])} us, p99 "
+        f"{_number(busy['p99_us'])} us, over {busy['steps']} steps. "
+        f"A worker with a session and no step: {result['idle_worker_cpu_percent']} % of a core. "
+        f"{sessions['sessions']} more sessions, whose buffers have {buffers:.1f} MiB, made the worker's PSS grow by "
+        f"{growth:.1f} MiB (half of a shared buffer counts as the client's)."
+    )
+    head = ["ids", "tokens", "in process, us", "through a worker, us", "worker / in process"]
+    return "\n\n".join([_table(head, rows), notes])
+
+
+TABLES = {
+    "gather": _gather,
+    "hashing": _hashing,
+    "load": _load,
+    "memory": _memory,
+    "startup": _startup,
+    "serving": _serving,
+}

@@ -1,8 +1,8 @@
 """The side-by-side benchmarks: `make bench`, or `python benchmarks/run.py [NAME...] [options]`.
 
-Names: gather, hashing, load, memory, startup; all when none is given. The table of random bytes (3.2 GB) is written once
-and found again; gather needs 10 GB of memory. Let nothing else run: blocks of calls that others disturb are repeated until
-the patience is used up, and the load average is recorded and warned about.
+Names: hashing, gather, load, memory, startup, serving; all when none is given. The table of random bytes (3.2 GB) is
+written once and found again; gather needs 10 GB of memory. Let nothing else run: blocks of calls that others disturb are
+repeated until the patience is used up, and the load average is recorded and warned about.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import report
 from ple_offload import config
 
 HERE = Path(__file__).parent
-NAMES = ("hashing", "gather", "load", "memory", "startup")
+NAMES = ("hashing", "gather", "load", "memory", "startup", "serving")
 FULL_ROWS, FULL_SHARDS, FULL_TOKENS = 20_000_000, 16, 2_000_000
 TOY_ROWS, TOY_SHARDS, TOY_TOKENS = 40_000, 3, 20_000
 
@@ -74,6 +74,7 @@ def _jobs(
         "gather": lambda: module("gather").run(made, streams(), watch, threads=threads, toy=toy),
         "load": lambda: module("load").run(made, watch, threads=threads, rounds=2 if toy else 5),
         "memory": lambda: module("memory").run(made),
+        "serving": lambda: module("serving").run(made, streams(), watch, toy=toy),
         "startup": lambda: module("startup").run(made, watch, rounds=1 if toy else 5),
     }
 

@@ -18,7 +18,7 @@ def table_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bench")
 
 
-@pytest.mark.parametrize("name", ["gather", "hashing", "load", "memory", "startup"])
+@pytest.mark.parametrize("name", ["gather", "hashing", "load", "memory", "startup", "serving"])
 def test_a_toy_run_gives_a_result_and_a_report(name: str, table_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
