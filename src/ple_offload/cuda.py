@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,19 +63,24 @@ def driver() -> Any:
 
 
 class Cuda:
-    """The driver's calls under one device."""
+    """The driver's calls under one device.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", device.index or 0) if device.index is None else device
-        if isinstance(driver(), SimpleNamespace):
-            return
-        with torch.cuda.device(self.device):
-            torch.zeros(1, device=self.device)  # the primary context
+    activate: makes a device the current one for a `with` block; torch's, except in tests without a GPU.
+    """
+
+    def __init__(
+        self, device: torch.device, activate: Callable[[torch.device], AbstractContextManager[Any]] | None = None
+    ) -> None:
+        self.device = torch.device("cuda", device.index or 0)
+        self._activate = activate or torch.cuda.device
+        if activate is None:
+            with self.current():
+                torch.zeros(1, device=self.device)  # the primary context
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """This device as the current one."""
-        with torch.cuda.device(self.device):
+        with self._activate(self.device):
             yield
 
     def attribute(self, name: str) -> int:

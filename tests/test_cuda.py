@@ -1,0 +1,173 @@
+"""The CUDA driver's one caller, with a driver that is a fake: refusals, devices, chunks, and memory that does not unpin."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="devices are torch's")
+
+from ple_offload import cuda  # noqa: E402
+from ple_offload.errors import CudaError, UsageError  # noqa: E402
+
+GIB = 1 << 30
+SHIFT = 1 << 45  # where this fake's device sees host memory
+
+
+class Code(int):
+    """A driver's answer: a number with a name."""
+
+    name = "CUDA_ERROR_FAKE"
+
+
+class FakeDriver:
+    """Records calls with the device that was current; refuses the calls in `refused` from their n-th time on."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], torch.device | None]] = []
+        self.refused: dict[str, int] = {}
+        self.registered: dict[int, tuple[int, int]] = {}
+        self.attributes: dict[int, int] = {}
+        self.current: torch.device | None = None
+
+    @contextlib.contextmanager
+    def activate(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    def _answer(self, name: str, arguments: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
+        self.calls.append((name, arguments, self.current))
+        count = sum(call[0] == name for call in self.calls)
+        return (Code(801 if count >= self.refused.get(name, 1 << 30) else 0), *values)
+
+    def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        answer = self._answer("cuMemHostRegister", (address, num_bytes, flags))
+        if not answer[0]:
+            self.registered[address] = (num_bytes, flags)
+        return answer
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:  # noqa: N802
+        answer = self._answer("cuMemHostUnregister", (address,))
+        if not answer[0]:
+            del self.registered[address]
+        return answer
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        return self._answer("cuMemHostGetDevicePointer", (address, flags), address + SHIFT)
+
+    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Any, ...]:  # noqa: N802
+        return self._answer("cuDeviceGetAttribute", (attribute, device), self.attributes.get(int(attribute), 0))
+
+    def cuStreamWriteValue64(self, *arguments: int) -> tuple[Any, ...]:  # noqa: N802
+        return self._answer("cuStreamWriteValue64", arguments)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDriver]:
+    driver = FakeDriver()
+    before = cuda.set_driver(driver)
+    yield driver
+    cuda.set_driver(before)
+
+
+@pytest.fixture
+def gpu(fake: FakeDriver) -> cuda.Cuda:
+    return cuda.Cuda(torch.device("cuda", 3), fake.activate)
+
+
+def test_every_call_is_made_under_the_device_whatever_the_current_one_is(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    fake.current = torch.device("cuda", 0)
+    registration = cuda.Registration(gpu, 4096, 100, read_only=True)
+    gpu.write_value(1, 2, 3)
+    gpu.attribute("integrated")
+    registration.close()
+    assert len(fake.calls) == 5
+    assert {call[2] for call in fake.calls} == {torch.device("cuda", 3)}
+    assert fake.current == torch.device("cuda", 0)
+    assert fake.calls[3][1] == (cuda.ATTRIBUTES["integrated"], 3)
+
+
+def test_ranges_are_rounded_to_pages_and_cut_into_chunks(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    registration = cuda.Registration(gpu, 5000, 2 * GIB, read_only=True)
+    assert registration.device_address == 5000 + SHIFT
+    starts = sorted(fake.registered)
+    assert starts == [4096, 4096 + GIB, 4096 + 2 * GIB]
+    assert sum(size for size, _ in fake.registered.values()) == 2 * GIB + 4096
+    assert {flags for _, flags in fake.registered.values()} == {0x1 | 0x2 | 0x8}
+    registration.close()
+    registration.close()
+    assert not fake.registered
+
+
+def test_writable_memory_is_not_registered_for_reading_only(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    cuda.Registration(gpu, 4096, 100, read_only=False)
+    assert fake.registered == {4096: (4096, 0x1 | 0x2)}
+
+
+def test_a_refused_chunk_gives_the_earlier_ones_back_and_names_the_call(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    fake.refused["cuMemHostRegister"] = 2
+    with pytest.raises(CudaError, match=r"cuMemHostRegister\(.*\) on cuda:3: CUDA_ERROR_FAKE\. .*route 'staged'"):
+        cuda.Registration(gpu, 4096, 2 * GIB, read_only=True)
+    assert not fake.registered
+
+
+def test_memory_that_does_not_unpin_is_logged_and_hides_no_error(
+    fake: FakeDriver, gpu: cuda.Cuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.refused = {"cuMemHostRegister": 2, "cuMemHostUnregister": 1}
+    with pytest.raises(CudaError, match="cuMemHostRegister"):
+        cuda.Registration(gpu, 4096, 2 * GIB, read_only=True)
+    assert "cuMemHostUnregister" in caplog.text
+
+
+def test_no_stream_memory_operations_is_said(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    fake.refused["cuStreamWriteValue64"] = 1
+    with pytest.raises(CudaError, match="no stream memory operations"):
+        gpu.write_value(1, 2, 3)
+
+
+def test_files_are_registered_only_where_that_leaves_them_clean(
+    fake: FakeDriver, gpu: cuda.Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CudaError, match="no read-only registration"):
+        cuda.check_files_can_be_registered(gpu)
+    fake.attributes[cuda.ATTRIBUTES["read_only_host_register"]] = 1
+    monkeypatch.setattr(cuda, "kernel_driver_version", lambda: (565, 57))
+    with pytest.raises(CudaError, match=r"driver 565\.57 marks every page .*expected 570"):
+        cuda.check_files_can_be_registered(gpu)
+    monkeypatch.setattr(cuda, "kernel_driver_version", lambda: (580, 159))
+    cuda.check_files_can_be_registered(gpu)
+
+
+def test_the_kernel_drivers_version_is_read_where_it_stands(tmp_path: Path) -> None:
+    assert cuda.kernel_driver_version(str(tmp_path)) is None
+    place = tmp_path / "proc/driver/nvidia/version"
+    place.parent.mkdir(parents=True)
+    place.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC version: 12.2.0\n"
+    )
+    assert cuda.kernel_driver_version(str(tmp_path)) == (580, 159)
+
+
+def test_without_cuda_bindings_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith("cuda"):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    before = cuda.set_driver(None)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    try:
+        with pytest.raises(UsageError, match=r"pip install 'ple-offload\[cuda\]'"):
+            cuda.driver()
+    finally:
+        cuda.set_driver(before)
