@@ -396,6 +396,11 @@ def _integers(what: str, value: Any, ndim: int | None = None) -> npt.NDArray[np.
 
     That is C-contiguous, aligned and writable (`carray`): for any other kind numba would compile in the middle of a lookup.
     """
+    given = value
+    if type(value) is not np.ndarray and _is_torch(value):
+        if not value.is_cpu:
+            raise UsageError(f"{what}: expected a CPU tensor, found one on {value.device}. Copy it to the CPU first.")
+        value = _dense(what, value)
     if (
         type(value) is np.ndarray
         and value.dtype is _INT64
@@ -403,15 +408,11 @@ def _integers(what: str, value: Any, ndim: int | None = None) -> npt.NDArray[np.
         and value.flags.carray
     ):
         return value  # as nearly always: no more questions
-    if _is_torch(value):
-        if value.device.type != "cpu":
-            raise UsageError(f"{what}: expected a CPU tensor, found one on {value.device}. Copy it to the CPU first.")
-        value = _dense(what, value)
     try:
         array = np.asarray(value)
     except ValueError:
         raise UsageError(f"{what}: expected integers, found lists of different lengths.") from None
-    if array.size == 0 and not isinstance(value, np.ndarray):
+    if array.size == 0 and not isinstance(given, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     if array.dtype.kind not in "iu":
         raise UsageError(f"{what}: expected integers, found {array.dtype}.")
@@ -452,7 +453,7 @@ def _output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], torch_result
     torch_dtype, integers = _torch_dtypes(dtype)
     if out is None:
         out = torch.empty(shape, dtype=torch_dtype)
-    elif out.shape != shape or out.dtype != torch_dtype or not out.is_contiguous() or out.device.type != "cpu":
+    elif out.shape != shape or out.dtype != torch_dtype or not out.is_contiguous() or not out.is_cpu:
         raise UsageError(
             f"out: expected a contiguous CPU tensor of {torch_dtype} of shape {list(shape)}, "
             f"found {out.dtype} of shape {list(out.shape)} and strides {list(out.stride())} on {out.device}."
