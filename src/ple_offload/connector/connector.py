@@ -31,6 +31,7 @@ from ple_offload.connector import registry
 from ple_offload.connector.base import Inputs, PortSpec, Route, Transport
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.inline import InlineTransport
+from ple_offload.connector.outputs import OutputPool
 from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
 from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError, UsageError
@@ -113,6 +114,7 @@ class PleOffloadConnector:
             )
         self._ports, self._address, self._tables = ports, address, tables
         self.metrics = ConnectorCounters()
+        self._outputs = OutputPool()
         self._step = 0
         self._flight: deque[Step] = deque()
         self._dummies: deque[Step] = deque()  # of `signal_dummy_outputs`, not yet taken by every layer
@@ -272,7 +274,7 @@ class PleOffloadConnector:
             return self._route.finish(index, num_rows)
         port = self._ports[index]
         # NumPy allocates, since torch takes an array over in a third of the time of the other way round
-        values = np.empty((num_rows, port.embed_dim), VALUE_DTYPES[port.dtype])
+        values = self._outputs.take((num_rows, port.embed_dim), VALUE_DTYPES[port.dtype])
         out = torch.from_numpy(values.view(_CARRIERS[port.dtype])).view(_TORCH_DTYPES[port.dtype])
         step = next((step for step in self._flight if index not in step.taken), None)
         if self._dummies and (step is None or not step.taken):

@@ -32,7 +32,7 @@ PAGE = 4096
 WORD_ANNOUNCED, WORD_RELEASED, WORD_WAITERS = 0, 8 * 8, 16 * 8  # byte offsets: a cache line each
 WORD_WAITED = 9 * 8  # written together with `released`
 WORD_COMING = 1 * 8  # beside `announced`, which follows it
-_WORDS_BYTES = 24 * 8
+WORDS_BYTES = 24 * 8
 HEAD_WORDS = 8
 
 MAX_REGION_BYTES = 1 << 40
@@ -76,7 +76,7 @@ class Layout:
     @cached_property
     def _flags(self) -> tuple[int, ...]:
         """Offset of each layer's flags, then of what follows them."""
-        offsets = [_WORDS_BYTES]
+        offsets = [WORDS_BYTES]
         for blocks in self.blocks:
             offsets.append(_up(offsets[-1] + self.slots * blocks * 8, 64))
         return tuple(offsets)
