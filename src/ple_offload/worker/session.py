@@ -18,6 +18,9 @@ from ple_offload.metrics import LayerCounters, SessionCounters
 from ple_offload.table import Table
 from ple_offload.worker.rank import Rank
 
+# After a small step the next one may follow at once (several ranks, a loop of short steps), and to sleep and be woken takes
+# 20 to 50 us in a virtual machine: the worker stays awake for about twice as long, counted from the start of the step.
+LINGER_S = 0.0001
 # Looking again for a promised step: at once, then every DOZE_S, then every millisecond, then no more.
 SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.0003, 0.00005, 0.2, 60.0
 
@@ -142,6 +145,7 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: dict[int, Lane] = {}  # by identity, in the order of their turn
         self._promised: dict[int, tuple[Lane, float]] = {}  # since when
+        self._served_s = 0.0  # when `next` last gave a step
 
     def ring(self, lane: Lane) -> None:
         if id(lane) not in self._waiting:
@@ -164,6 +168,7 @@ class Turns:
             if step is not None:
                 if lane.has_more(step):
                     self.ring(lane)
+                self._served_s = time.monotonic()
                 return lane, step
             if lane.is_promised() and key not in self._promised:
                 self._promised[key] = (lane, time.monotonic())
@@ -171,7 +176,7 @@ class Turns:
 
     def patience_s(self, idle_s: float) -> float:
         """How long the worker may sleep before it calls `next` again."""
-        if self._waiting:
+        if self._waiting or time.monotonic() - self._served_s < LINGER_S:
             return 0.0
         if not self._promised:
             return idle_s
