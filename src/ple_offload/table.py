@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 TIERS = ("auto", "ram", "file")
 # Loading and warming up takes this much beside the table itself.
 OVERHEAD_BYTES = 64 << 20
-# One thread gathers a 160-byte row in about this time (2 MiB pages; docs/LOG.md); only used to decide how many rows repay
-# the waking of threads, so its order of magnitude is enough.
-ROW_US = 0.05
+# One thread gathers a 160-byte row in about this time (2 MiB and 4 KiB pages; docs/LOG.md); only used to decide how many
+# rows repay the waking of threads, so its order of magnitude is enough.
+ROW_US = {"ram": 0.08, "file": 0.15}
 CHECK_INTERVAL_S = 0.1
 
 
@@ -124,9 +124,9 @@ class Table:
         self._lock = threading.Lock()  # of the two above
         self._closing = threading.Lock()
         self._next_check_s = 0.0
-        # rows from which a parallel gather pays: the time saved by sharing must be twice the waking
-        saved_us = ROW_US * (1 - 1 / threads)
-        self.parallel_rows = math.ceil(2 * native.wake_up_us() / saved_us) if threads > 1 else sys.maxsize
+        # rows from which a parallel gather pays: sharing must save more time than the waking takes
+        saved_us = ROW_US[store.tier] * (1 - 1 / threads)
+        self.parallel_rows = math.ceil(native.wake_up_us() / saved_us) if threads > 1 else sys.maxsize
         self.prepare(spec.format.value_dtype)
 
     # ---- facts ----------------------------------------------------------------------------------------------------
