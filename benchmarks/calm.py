@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 NAP_S = 0.005
@@ -26,14 +26,15 @@ class Calm:
     kept: int = 0
     thrown_away: int = 0
     kept_disturbed: int = 0
+    ours: list[int] = field(default_factory=list)  # pids of processes that take part in what is measured
 
     def undisturbed(self, measure: Callable[[], float]) -> float:
         """Call `measure` until nobody disturbed it (or the patience is used up); returns what it gave then."""
         while True:
             self.wait()
-            since = Mark.now()
+            since = Mark.now(self.ours)
             found = measure()
-            others_share = Mark.now().others_share(since)
+            others_share = Mark.now(self.ours).others_share(since)
             time.sleep(NAP_S)  # our own threads fall asleep meanwhile, and are not taken for others
             disturbed = others_share > MAX_OTHERS or not alone()
             if not disturbed or self.patience_s <= 0:
@@ -59,20 +60,26 @@ def alone() -> bool:
     return "\nprocs_running 1\n" in Path("/proc/stat").read_text()
 
 
+def cpu_s(pid: int) -> float:
+    """Time that all threads of a process have had on a processor, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 @dataclass(frozen=True)
 class Mark:
     """A moment, in seconds of each kind."""
 
     wall_s: float
     busy_s: float  # of all processors, time stolen by the host of a virtual machine included
-    own_s: float  # of this process and its ended children
+    own_s: float  # of this process, its ended children, and those that are said to be ours
 
     @classmethod
-    def now(cls) -> Mark:
+    def now(cls, ours: list[int]) -> Mark:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
         times = os.times()
-        own_s = time.process_time() + times.children_user + times.children_system
+        own_s = time.process_time() + times.children_user + times.children_system + sum(map(cpu_s, ours))
         return cls(time.perf_counter(), (user + nice + system + irq + softirq + steal) * TICK_S, own_s)
 
     def others_share(self, since: Mark) -> float:

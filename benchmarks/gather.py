@@ -71,7 +71,10 @@ def _summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
     for tier, baselines in (("ram", RAM_BASELINES), ("file", FILE_BASELINES)):
         ours = blocks[f"ours, {tier}"]
         ratios |= {f"{tier}: {name}": ratio(blocks[name], ours) for name in baselines}
-        ratios[f"{tier}: best of them"] = ratio(list(np.min([blocks[name] for name in baselines], axis=0)), ours)
+        best = list(np.min([blocks[name] for name in baselines], axis=0))
+        ratios[f"{tier}: best of them"] = ratio(best, ours)
+        if tier == "ram":
+            ratios["ram: best of them / our NumPy"] = ratio(best, blocks["ours, ram, NumPy"])
     ratios["our file / our ram"] = ratio(blocks["ours, file"], blocks["ours, ram"])
     return {"us": {name: spread(times) for name, times in blocks.items()}, "times_longer": ratios}
 

@@ -34,6 +34,7 @@ def describe() -> dict[str, object]:
         "kernel": platform.release(),
         "transparent_huge_pages": _chosen(pages / "enabled"),
         "shmem_huge_pages": _chosen(pages / "shmem_enabled"),
+        "gives_free_memory_to_host": Path("/sys/module/page_reporting").exists(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("ple-offload", "numpy", "numba", "torch", "tokenizers")},
         "load_average_at_start": round(load_average(), 2),

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from calm import Calm
+from calm import Calm, cpu_s
 from child import pss_bytes
 from ids import Ids, Stream
 from random_table import LAYER, ROW_DIM, ROWS_PER_TOKEN, Made
@@ -38,6 +37,7 @@ def run(made: Made, streams: dict[str, Stream], calm: Calm, *, toy: bool) -> dic
     with ExitStack() as stack:
         table = stack.enter_context(open_table(made.folder, LAYER, "ram", threads=1))
         worker = stack.enter_context(SpawnedWorker(made.folder, tier="ram", threads=1))
+        calm.ours.append(worker.pid)
         client = stack.enter_context(Client(worker.address, 4096, 1, "bench"))
         results = []
         for num_tokens in TOKENS:
@@ -149,14 +149,9 @@ def _busy(client: Client, stream: Stream, steps: int) -> dict[str, Any]:
 
 def _idle(pid: int, seconds: float) -> float:
     """Share of a core that a worker with a connected session uses while no step is announced, in percent."""
-    before = _cpu_ns(pid)
+    before = cpu_s(pid)
     time.sleep(seconds)
-    return round((_cpu_ns(pid) - before) / seconds / 1e7, 3)
-
-
-def _cpu_ns(pid: int) -> int:
-    """Time on a core of all threads, to the nanosecond."""
-    return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+    return round((cpu_s(pid) - before) / seconds * 100, 3)
 
 
 def _sessions(worker: SpawnedWorker, count: int) -> dict[str, Any]:
