@@ -109,8 +109,9 @@ def _gather(result: Result) -> str:
 
 
 def _hashing(result: Result) -> str:
-    rows = [[r["ids"], f"{r['tokens']:,}", _us(r["us"])] for r in result["results"]]
-    return _table(["ids", "tokens", "us"], rows)
+    names = list(result["results"][0]["us"])
+    rows = [[r["ids"], f"{r['tokens']:,}", *(_us(r["us"][name]) for name in names)] for r in result["results"]]
+    return _table(["ids", "tokens", *(f"{name}, us" for name in names)], rows)
 
 
 def _load(result: Result) -> str:
