@@ -26,7 +26,7 @@ from ple_offload.layer import PleOffloadLayer
 from ple_offload.worker.spawn import SpawnedWorker
 
 TOKENS = (1, 64, 4096)
-PLANS = {1: Plan(25, 200, 20), 64: Plan(25, 60, 5), 4096: Plan(25, 6, 1)}
+PLANS = {1: Plan(25, 200, 20), 64: Plan(25, 60, 5), 4096: Plan(40, 8, 2)}
 TOY_PLAN = Plan(rounds=2, calls=2, warm_calls=1)
 BUSY_S = 0.008
 SESSIONS = 8
@@ -73,6 +73,7 @@ class Client:
     def __init__(self, address: str, max_num_tokens: int, max_num_reqs: int, session: str) -> None:
         self.ids = torch.zeros(max_num_tokens, dtype=torch.int64)
         self.starts = torch.zeros(max_num_reqs + 1, dtype=torch.int64)
+        self._ids, self._starts = self.ids.numpy(), self.starts.numpy()
         context = torch.full((max_num_reqs, 2), 248_044)
         self._layer = PleOffloadLayer(LAYER, ROWS_PER_TOKEN * ROW_DIM)
         self.connector = PleOffloadConnector(
@@ -86,8 +87,8 @@ class Client:
         )
 
     def stage(self, ids: Ids) -> int:
-        self.ids[: len(ids)] = torch.from_numpy(ids)
-        self.starts[1] = len(ids)
+        self._ids[: len(ids)] = ids
+        self._starts[1] = len(ids)
         return len(ids)
 
     def step(self, ids: Ids) -> Callable[[], object]:

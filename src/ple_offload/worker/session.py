@@ -19,8 +19,8 @@ from ple_offload.table import Table
 from ple_offload.worker.rank import Rank
 
 # After a small step the next one may follow at once (several ranks, a loop of short steps), and to sleep and be woken takes
-# 20 to 50 us in a virtual machine: the worker stays awake for about twice as long, counted from the start of the step.
-LINGER_S = 0.0001
+# 20 to 50 us in a virtual machine: the worker stays awake for a few times as long, counted from the start of the step.
+LINGER_S = 0.0002
 # Looking again for a promised step: at once, then every DOZE_S, then every millisecond, then no more.
 SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.0003, 0.00005, 0.2, 60.0
 
