@@ -4,7 +4,7 @@ The worker needs no CUDA context: its flags and rows are ordinary memory of the 
 with the driver here. The model's wait is one kernel with a small grid (drain_triton.py), the same in eager mode and in a
 captured graph, bounded by the GPU's own clock. What a step changes is in `control`, which `begin` writes in stream order.
 
-A thread looks at the worker's socket and heartbeat while steps are in flight: a forward that waits on the GPU makes no host
+From the first step on a thread looks at the worker's socket and heartbeat: a forward that waits on the GPU makes no host
 call that could. It sets the poison word, nothing more; the kernel sees it and ends.
 """
 
@@ -181,10 +181,6 @@ class StagedRoute:
             POISONED: "the worker has gone",
         }
         return StepError(f"step {step}: {reasons.get(why, f'error word {why}')}; its output is NaN.")
-
-    def idle(self) -> None:
-        """No step is in flight: nothing to watch."""
-        self._busy.clear()
 
     def _watch(self) -> None:
         while not self._ended.is_set():

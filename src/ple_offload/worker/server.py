@@ -474,7 +474,7 @@ class PleOffloadWorker:
         started = time.monotonic()
         layer = session.first.layers[0].layer
         try:
-            inputs = rank.inputs(step)
+            inputs, found = rank.inputs(step), []
             for i, (wish, table) in enumerate(zip(session.first.layers, session.tables, strict=True)):
                 layer = wish.layer
                 rows = inputs[i] if rank.hello.request == "rows" else _row_numbers(table, inputs)
@@ -485,6 +485,8 @@ class PleOffloadWorker:
                 counters.bytes += rows.size * table.spec.row_bytes
                 counters.gather_s += time.monotonic() - started
                 started = time.monotonic()
+                found.append((layer, rows))
+            for layer, rows in found:  # when every layer's rows are out, so that none waits for this
                 self._count_duplicates(session, layer, rows)
         except Exception as error:
             if not isinstance(error, PleOffloadError):
