@@ -23,8 +23,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+torch = pytest.importorskip("torch", reason="the adapter needs torch")
+pytest.importorskip(
+    "transformers.models.qwen4_exp.modeling_qwen4_exp", reason="the adapter needs a transformers that has Qwen4Exp"
+)
 
 import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
