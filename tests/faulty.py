@@ -12,26 +12,65 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ple_offload import Table, open_table, table
+import numpy as np
+
+from ple_offload import open_table, table
+from ple_offload.formats.gather import GATHERED, Gather, Readers
 from ple_offload.memory import sigbus
 from ple_offload.spec import inspect
 from ple_offload.worker import server
 from ple_offload.worker.rank import Rank
 from ple_offload.worker.session import Lane
 
+faulty_module = sys.modules[__name__]
+
 PLACES: dict[str, tuple[Any, str]] = {
     "ready": (Lane, "begin"),  # all ranks have said Hello, none has been told to begin
     "doorbell": (server.PleOffloadWorker, "_serve"),
     "inputs": (Rank, "inputs"),  # before they are copied
     "row_numbers": (server, "_row_numbers"),  # after they were computed
-    "block": (Table, "gather_into"),  # before its rows are read; the second block comes after the first one's flag
-    "flag": (Rank, "publish"),  # the block's rows are written
+    "block": (faulty_module, "before_piece"),  # before its rows are read; the second comes after the first one's flags
+    "flag": (faulty_module, "before_flags"),  # the piece's rows are written
 }
+PIECE_ROWS = 4096  # a multiple of a block: compiled code gathers a step whole, here it does so in pieces
+
+
+def before_piece() -> None:
+    """A place."""
+
+
+def before_flags() -> None:
+    """A place."""
+
+
+def gather_in_pieces(
+    self: Gather, rows: np.ndarray, values: np.ndarray, shares: int, readers: Readers | None = None
+) -> int:
+    """`Gather.run`, with the two places between."""
+    if readers is None:
+        return gather_whole(self, rows, values, shares)
+    width = values.shape[1] * values.itemsize
+    for first in range(0, max(1, readers.total), PIECE_ROWS):
+        last = min(readers.total, first + PIECE_ROWS)
+        part, blocks = rows[first:last], first // readers.block_rows
+        faulty_module.before_piece()
+        gather_whole(self, part, values[first : first + part.size], 1)
+        faulty_module.before_flags()
+        moved = readers.addresses + np.array([first * width, 8 * blocks, 0, 0], np.uint64)
+        piece = Readers(moved, readers.shared, readers.block_rows, last - first)
+        done = gather_whole(self, part, values[first:last], 1, piece)
+        if done != GATHERED:
+            return done
+    return GATHERED
+
+
+gather_whole = Gather.run
 
 
 @dataclass(frozen=True)
@@ -59,6 +98,8 @@ def arm(fault: Fault) -> None:
         return result if fault.place == "row_numbers" else original(*args, **options)
 
     setattr(owner, name, wrapped)
+    if owner is faulty_module:
+        Gather.run = gather_in_pieces  # type: ignore[method-assign]
 
 
 def serve(

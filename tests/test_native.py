@@ -166,7 +166,7 @@ def test_kernels_come_from_the_cache_the_second_time(folder: Path, tmp_path: Pat
     table.lookup(ids)
     from ple_offload.families import qwen_ple, ragged
     from ple_offload.formats import gather
-    kernels = (qwen_ple._row_numbers, ragged.bad_query_start_loc, gather.copy_rows, gather.copy_rows_parallel)
+    kernels = (qwen_ple._row_numbers, ragged.bad_query_start_loc, gather.gather_blocks, gather.gather_blocks_parallel)
     print(sum(sum(k.stats.cache_misses.values()) for k in kernels), sum(sum(k.stats.cache_hits.values()) for k in kernels))
     """
     )

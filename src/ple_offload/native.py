@@ -188,6 +188,17 @@ def _mark(marks):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def take_ticket(typing_context, address):  # type: ignore[no-untyped-def]
+    """The uint64 at an address, which is one more afterwards; no two threads get the same."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "monotonic")
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
 def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
     """Ask for the cache line at an address; never faults, whatever the address."""
 

@@ -24,7 +24,7 @@ from ple_offload import config, native
 from ple_offload.errors import MemoryLimitError, StoreError, TokenIdError, UsageError
 from ple_offload.families.ragged import bad_query_start_loc
 from ple_offload.formats.base import VALUE_DTYPES
-from ple_offload.formats.gather import Gather
+from ple_offload.formats.gather import FAULTED, FAULTS_BEFORE, Gather, Readers
 from ple_offload.ipc.messages import LayerFacts
 from ple_offload.memory import sigbus
 from ple_offload.memory.limits import require_memory
@@ -40,6 +40,7 @@ OVERHEAD_BYTES = 64 << 20
 # One thread gathers a 160-byte row in about this time (2 MiB and 4 KiB pages; docs/LOG.md); only used to decide how many
 # rows repay the waking of threads, so its order of magnitude is enough.
 ROW_US = {"ram": 0.08, "file": 0.15}
+HASH_US = 0.1  # one thread computes the 16 row numbers of a token in about this time; used in the same way
 CHECK_INTERVAL_S = 0.1
 
 
@@ -127,6 +128,8 @@ class Table:
         # rows from which a parallel gather pays: sharing must save more time than the waking takes
         saved_us = ROW_US[store.tier] * (1 - 1 / threads)
         self.parallel_rows = math.ceil(native.wake_up_us() / saved_us) if threads > 1 else sys.maxsize
+        saved_us = HASH_US * (1 - 1 / threads)
+        self.parallel_tokens = math.ceil(native.wake_up_us() / saved_us) if threads > 1 else sys.maxsize
         self.prepare(spec.format.value_dtype)
 
     # ---- facts ----------------------------------------------------------------------------------------------------
@@ -229,11 +232,13 @@ class Table:
         gather = self._gather_to(name)
         nothing = np.empty((0, self._row_of(name)[0]), self._row_of(name)[1])
         gather.run(none, nothing, 1)
+        rows = np.empty((0, self.rows_per_token), np.int64)
+        context = np.empty((0, self.context_len), np.int64)
         if self.threads > 1:
             with native.parallel_turn() as mine:
                 gather.run(none, nothing, self.threads if mine else 1)
-        context = np.empty((0, self.context_len), np.int64)
-        self.spec.family.row_numbers(none, starts, context, np.empty((0, self.rows_per_token), np.int64))
+                self.spec.family.row_numbers(none, starts, context, rows, self.threads if mine else 1)
+        self.spec.family.row_numbers(none, starts, context, rows)
         bad_query_start_loc(starts, 0)
 
     def close(self) -> None:
@@ -297,7 +302,11 @@ class Table:
     ) -> None:
         """`row_numbers` into out [starts[-1], rows_per_token]; `starts` was checked."""
         family = self.spec.family
-        bad = family.row_numbers(ids, starts, context, out)
+        if len(out) < self.parallel_tokens:
+            bad = family.row_numbers(ids, starts, context, out)
+        else:
+            with native.parallel_turn() as mine:
+                bad = family.row_numbers(ids, starts, context, out, self.threads if mine else 1)
         if bad >= 0:
             num_tokens = int(starts[-1])
             if bad < num_tokens:
@@ -310,20 +319,27 @@ class Table:
                 "Placeholders (-1) and ids of another vocabulary cannot be looked up."
             )
 
-    def gather_into(self, rows: npt.NDArray[np.int64], name: str, out: npt.NDArray[Any]) -> None:
-        """`gather` of flat row numbers as "bf16", "fp16", "fp32" or "stored" into `out`, of any shape of that many rows."""
+    def gather_into(
+        self, rows: npt.NDArray[np.int64], name: str, out: npt.NDArray[Any], readers: Readers | None = None
+    ) -> None:
+        """`gather` of flat row numbers as "bf16", "fp16", "fp32" or "stored" into `out`, of any shape of that many rows.
+
+        With readers `out` has readers.total rows; what this raises, they must be told.
+        """
         gather = self._gathers.get(name) or self._gather_to(name)
-        values = out.reshape(rows.size, self._row_of(name)[0])
+        values = out.reshape(rows.size if readers is None else readers.total, self._row_of(name)[0])
         faults = self._enter()
         try:
+            if readers is not None:
+                readers.shared[FAULTS_BEFORE] = faults
             if rows.size < self.parallel_rows:
-                bad = gather.run(rows, values, 1)
+                bad = gather.run(rows, values, 1, readers)
             else:
                 with native.parallel_turn() as mine:
-                    bad = gather.run(rows, values, self.threads if mine else 1)
+                    bad = gather.run(rows, values, self.threads if mine else 1, readers)
         finally:
             self._leave()
-        if sigbus.count() != faults and self.tier == "file":
+        if bad == FAULTED or (sigbus.count() != faults and self.tier == "file"):
             self._fail(
                 "a page of its file was gone when it was read (the file was cut, or the disk failed). Restore the file and "
                 "open the table again"

@@ -12,7 +12,7 @@ import pytest
 
 from ple_offload.formats import RowFormat
 from ple_offload.formats.e4m3 import vector_tables
-from ple_offload.formats.gather import PREFETCH_ROWS, decode_e4m3_rows, decode_e4m3_rows_parallel
+from ple_offload.formats.gather import GATHERED, PREFETCH_ROWS, Gather
 from ple_offload.stores.base import RowMap
 
 
@@ -29,9 +29,8 @@ def test_rows_equal_the_table_of_codes(scale: float, parallel: bool, row_dim: in
     at = RowMap.of([table.ctypes.data + 3], [256])
     rows = np.random.default_rng(0).integers(0, 256, 3 * PREFETCH_ROWS)
     out = np.full((rows.size + 1, row_dim), 0xAAAA, np.uint16)
-    where = (at.bases, at.starts, at.step, rows, row_dim, *tables, out[:-1])
-    bad = decode_e4m3_rows_parallel(*where, 3) if parallel else decode_e4m3_rows(*where, 0, rows.size)
-    assert bad == -1
+    gather = Gather(row_format, at.bases, at.starts, at.step, "bf16")
+    assert gather.run(rows, out[:-1].view(ml_dtypes.bfloat16), 3 if parallel else 1) == GATHERED
     codes_to_values = row_format.codes_to_values("bf16")
     assert codes_to_values is not None
     assert np.array_equal(out[:-1], codes_to_values[table[3:].reshape(256, row_dim)[rows]])
@@ -56,30 +55,19 @@ def test_what_it_cannot_do_exactly_is_left_to_the_table_of_codes(name: str, scal
     assert vector_tables(RowFormat(name, 1, scale), dtype) is None
 
 
-@pytest.mark.parametrize("bad", [-1, 12, 2**62])
-def test_a_row_outside_the_table_is_found_before_it_is_read(bad: int) -> None:
-    table = np.zeros(12 * 16, np.uint8)
-    at = RowMap.of([table.ctypes.data], [12])
-    rows = np.array([3, bad, 5])
-    out = np.zeros((3, 16), np.uint16)
-    tables = np.float32(1), np.zeros(256, np.uint8)
-    assert decode_e4m3_rows(at.bases, at.starts, at.step, rows, 16, *tables, out, 0, 3) == 1
-    assert decode_e4m3_rows_parallel(at.bases, at.starts, at.step, rows, 16, *tables, out, 2) == 1
-
-
 def test_a_processor_without_byte_permutes_gives_the_same_bits() -> None:
     """Compiled for the oldest x86-64 (where this is one): rows of two vectors of 64 and more."""
     script = """
+import ml_dtypes
 import numpy as np
 from ple_offload.formats import RowFormat
-from ple_offload.formats.e4m3 import vector_tables
-from ple_offload.formats.gather import decode_e4m3_rows
+from ple_offload.formats.gather import GATHERED, Gather
 row_format = RowFormat("fp8_e4m3", 160, 0.0123)
 table = np.resize(np.arange(256, dtype=np.uint8), (256, 160))
-out = np.empty((256, 160), np.uint16)
+out = np.empty((256, 160), ml_dtypes.bfloat16)
 at = np.array([table.ctypes.data], np.uint64), np.array([0, 256]), 256
-assert decode_e4m3_rows(*at, np.arange(256), 160, *vector_tables(row_format, "bf16"), out, 0, 256) == -1
-assert np.array_equal(out, row_format.codes_to_values("bf16")[table])
+assert Gather(row_format, *at, "bf16").run(np.arange(256), out, 1) == GATHERED
+assert np.array_equal(out.view(np.uint16), row_format.codes_to_values("bf16")[table])
 """
     subprocess.run(
         [sys.executable, "-c", script],

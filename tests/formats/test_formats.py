@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 
 from ple_offload.errors import CheckpointError
 from ple_offload.formats import VALUE_DTYPES, RowFormat, detect
-from ple_offload.formats.gather import PREFETCH_ROWS, copy_rows, copy_rows_parallel, decode_rows, decode_rows_parallel
+from ple_offload.formats.gather import FAULTED, GATHERED, PREFETCH_ROWS, Gather, Readers
+from ple_offload.memory import sigbus
 from ple_offload.stores.base import RowMap
 
 
@@ -75,36 +78,91 @@ def test_gathers_equal_the_reference(
     segments, at = packed(rng, counts, row_format.row_bytes)
     table = np.concatenate(segments).reshape(-1, row_format.row_bytes)
     rows = rng.integers(0, len(table), number)
-    where = (at.bases, at.starts, at.step, rows, row_format.row_bytes)
-    end = (3,) if parallel else (0, number)
+    shares = 3 if parallel else 1
     raw = np.full((number, row_format.row_bytes), 0xAA, np.uint8)
-    assert (copy_rows_parallel if parallel else copy_rows)(*where, raw, *end) == -1
+    assert Gather(row_format, at.bases, at.starts, at.step, "stored").run(rows, raw, shares) == GATHERED
     assert np.array_equal(raw, table[rows])
 
-    codes = None if name == "fp32" else row_format.codes_to_values(dtype)
-    if codes is None:
-        return
-    out = np.zeros((number, row_dim), codes.dtype)
-    zero = np.uint8(0) if name == "fp8_e4m3" else np.uint16(0)
-    assert (decode_rows_parallel if parallel else decode_rows)(*where, zero, codes, out, *end) == -1
-    expected = row_format.decode_reference(table[rows], dtype).view(codes.dtype)
-    nan = np.isnan(row_format.decode_reference(table[rows], dtype).astype(np.float32))
-    assert np.array_equal(out[~nan], expected[~nan])
+    out = np.zeros((number, row_dim), VALUE_DTYPES[dtype])
+    with np.errstate(all="ignore"):
+        assert Gather(row_format, at.bases, at.starts, at.step, dtype).run(rows, out, shares) == GATHERED
+        expected = row_format.decode_reference(table[rows], dtype)
+    bits, nan = f"u{out.itemsize}", np.isnan(expected.astype(np.float32))
+    assert np.array_equal(out.view(bits)[~nan], expected.view(bits)[~nan])
+    assert np.isnan(out[nan].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("bad", [-1, 12, 2**62, -(2**62)])
 @pytest.mark.parametrize("place", [0, 1, 40])
-def test_a_row_outside_the_table_is_found_before_it_is_read(bad: int, place: int) -> None:
+@pytest.mark.parametrize("name", ["stored", "bf16", "fp32"])
+def test_a_row_outside_the_table_is_found_before_it_is_read(bad: int, place: int, name: str) -> None:
     _, at = packed(np.random.default_rng(0), [5, 7], 16)
     rows = np.arange(41) % 12
     rows[place] = bad
-    raw = np.zeros((41, 16), np.uint8)
-    assert copy_rows(at.bases, at.starts, at.step, rows, 16, raw, 0, 41) == place
-    assert copy_rows_parallel(at.bases, at.starts, at.step, rows, 16, raw, 4) == place
-    codes = RowFormat("fp8_e4m3", 16, 1.0).codes_to_values("bf16")
-    out = np.zeros((41, 16), np.uint16)
-    assert decode_rows(at.bases, at.starts, at.step, rows, 16, np.uint8(0), codes, out, 0, 41) == place
-    assert decode_rows_parallel(at.bases, at.starts, at.step, rows, 16, np.uint8(0), codes, out, 4) == place
+    out = np.zeros((41, 16), np.uint8 if name == "stored" else VALUE_DTYPES[name])
+    gather = Gather(RowFormat("fp8_e4m3", 16, 1.0), at.bases, at.starts, at.step, name)
+    assert gather.run(rows, out, 1) == place
+    assert gather.run(rows, out, 4) == place
+
+
+class Told:
+    """Two readers of one gather, as two processes would be: outputs and flags of their own, of 4-row blocks."""
+
+    def __init__(self, total: int, width: int, dtype: type) -> None:
+        self.outs = [np.zeros((total, width), dtype) for _ in range(2)]
+        self.flags = [np.zeros(max(1, -(-total // 4)) + 1, np.uint64) for _ in range(2)]
+        self.words = np.zeros(3, np.uint64)  # heartbeat, who sleeps, pages that were gone
+        beat = self.words.ctypes.data
+        addresses = [
+            [out.ctypes.data, flags.ctypes.data, 7 + i, beat + 8]
+            for i, (out, flags) in enumerate(zip(self.outs, self.flags, strict=True))
+        ]
+        self.readers = Readers(np.array(addresses, np.uint64), np.array([beat, beat + 16, 0], np.uint64), 4, total)
+
+
+@pytest.mark.parametrize("number", [0, 1, 4, 41])
+@pytest.mark.parametrize("padding", [0, 6])
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize(("name", "wanted"), [("fp8_e4m3", "stored"), ("fp8_e4m3", "bf16"), ("fp32", "fp16")])
+def test_readers_are_told_of_every_block(number: int, padding: int, shares: int, name: str, wanted: str) -> None:
+    rng = np.random.default_rng(0)
+    row_format = RowFormat(name, 16, 0.5 if name == "fp8_e4m3" else None)
+    segments, at = packed(rng, [5, 7], row_format.row_bytes)
+    rows = rng.integers(0, 12, number)
+    stored = wanted == "stored"
+    told = Told(number + padding, 16, np.uint8 if stored else VALUE_DTYPES[wanted])
+    gather = Gather(row_format, at.bases, at.starts, at.step, wanted)
+    assert gather.run(rows, told.outs[0], shares, told.readers) == GATHERED
+    raw = np.concatenate(segments).reshape(12, -1)[rows]
+    with np.errstate(all="ignore"):
+        expected = raw if stored else row_format.decode_reference(raw, wanted)
+    for i, out in enumerate(told.outs):
+        assert out[:number].tobytes() == expected.tobytes()
+        assert not out[number:].any()
+        assert told.flags[i].tolist() == [7 + i] * (told.flags[i].size - 1) + [0]
+    assert told.words[0] == told.flags[0].size - 1  # the heart has beaten for every block
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+def test_no_flag_is_raised_behind_a_bad_row_or_a_page_that_was_gone(shares: int) -> None:
+    _, at = packed(np.random.default_rng(0), [12], 16)
+    gather = Gather(RowFormat("fp8_e4m3", 16, 1.0), at.bases, at.starts, at.step, "stored")
+    told, rows = Told(41, 16, np.uint8), np.arange(41) % 12
+    rows[17] = 12
+    assert gather.run(rows, told.outs[0], shares, told.readers) == 17
+    assert told.flags[0][4] == 0
+    told, rows[17] = Told(41, 16, np.uint8), 0
+    told.words[2] = 1
+    assert gather.run(rows, told.outs[0], shares, told.readers) == FAULTED
+    assert not told.flags[0].any()
+
+
+def test_the_count_of_lost_pages_is_where_compiled_code_looks_for_it() -> None:
+    word = np.ctypeslib.as_array((ctypes.c_uint64 * 1).from_address(sigbus.count_address()))
+    before = sigbus.count()
+    word[0] += 5
+    assert sigbus.count() == before + 5
+    word[0] -= 5
 
 
 def test_equal_segments_are_divided_and_others_are_searched() -> None:

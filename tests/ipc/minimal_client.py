@@ -106,7 +106,7 @@ class Client:
         self.step = ready["step"]
 
     def lay_out(self) -> None:
-        self.blocks = -(-self.max_num_tokens * self.rows // 4096)
+        self.blocks = -(-self.max_num_tokens * self.rows // 256)
         self.flags_at = 192
         self.inputs_at = self.flags_at + up(self.slots * self.blocks * 8, 64)
         if self.request == "tokens":
@@ -183,7 +183,7 @@ class Client:
         """The rows of a step, as bytes [num_tokens, token_bytes]; raises StepFailedError, RefusedError or TimeoutError."""
         slot, deadline = step % self.slots, time.monotonic() + self.limit_s
         wanted = self.epoch << 48 | step
-        for block in range(max(1, -(-num_tokens * self.rows // 4096))):
+        for block in range(max(1, -(-num_tokens * self.rows // 256))):
             at = self.flags_at + (slot * self.blocks + block) * 8
             while (flag := self.word(at)) != wanted:
                 if flag == wanted | 1 << 47:

@@ -115,7 +115,7 @@ def test_the_example_of_the_document() -> None:
         "flag of slot 0, block 1": layout.flag(0, 0, 1),
         "flag of slot 1, block 0": layout.flag(0, 1, 0),
         "flag of slot 1, block 1": layout.flag(0, 1, 1),
-        "head of slot 0: step, num_reqs at 264, num_tokens at 272": layout.input(0),
+        "head of slot 0: step, num_reqs at 584, num_tokens at 592": layout.input(0),
         "input_ids of slot 0": ids,
         "query_start_loc of slot 0": ids + 1500 * 8,
         "ngram_context of slot 0": ids + (1500 + 9) * 8,

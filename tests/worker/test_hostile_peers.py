@@ -393,7 +393,7 @@ def test_holes_in_a_region_during_service(worker: SpawnedWorker, good: GoodSessi
     memory = mmap.mmap(fd, REGION_BYTES)
     libc = ctypes.CDLL(None)
     for step in range(1, 30):
-        at = 256 + step % 2 * 12288
+        at = 576 + step % 2 * 12288
         struct.pack_into("<QQQ", memory, at, step, 1, 3)
         struct.pack_into("<3q", memory, at + 64, 1, 2, 3)
         struct.pack_into("<2q", memory, at + 64 + 12000, 0, 3)
@@ -401,7 +401,7 @@ def test_holes_in_a_region_during_service(worker: SpawnedWorker, good: GoodSessi
         struct.pack_into("<Q", memory, 0, step)
         os.eventfd_write(doorbell, 1)
         end = time.monotonic() + 5
-        while struct.unpack_from("<Q", memory, 192 + step % 2 * 16)[0] & 0xFFFF != step:
+        while struct.unpack_from("<Q", memory, 192 + step % 2 * 192)[0] & 0xFFFF != step:
             assert time.monotonic() < end
         assert libc.fallocate(fd, PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(REGION_BYTES)) == 0
     good.step()

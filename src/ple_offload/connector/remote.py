@@ -49,6 +49,7 @@ from ple_offload.metrics import ConnectorCounters
 # Spinning costs the core, sleeping costs the waking (10 to 50 us, in a virtual machine): spin for about 100 us.
 SPINS = 2000
 SLICE_NS = 20_000_000  # between two looks at the socket and the heartbeat
+TAKEN_ROWS = 4096  # taken over at once: a call for every block would cost more than its rows
 
 _transports: weakref.WeakSet[RemoteTransport] = weakref.WeakSet()
 
@@ -201,7 +202,7 @@ class RemoteTransport:
             empty = np.empty((0, row_format.row_dim), VALUE_DTYPES[port.dtype])
             self._gathers[-1][0].run(np.empty(0, np.int64), empty, 1)
         self._order = np.arange(layout.max_num_tokens * max(layout.rows_per_token), dtype=np.int64)
-        words.wait_flag(self._waiters, np.uint64(0), self._waiters, 1, 0)  # compile now, not in a step
+        words.wait_flags(self._waiters, 1, np.uint64(0), self._waiters, 1, 0)  # compile now, not in a step
         words.publish_flag(self._waiters, np.uint64(0), self._waiters)
 
     def _send(self, message: Message) -> None:
@@ -312,34 +313,36 @@ class RemoteTransport:
         slot, gather = step % self._slots, self._gathers[layer][step % self._slots]
         values = out.reshape(rows, -1) if rows else out
         expected = np.uint64(words.flag(self._epoch, step))
-        # a step without rows has a flag as well: it may have failed
         self._counters.waits += 1
-        for block, first in enumerate(range(0, max(1, rows), BLOCK_ROWS)):
-            address = np.uint64(self._region.address + self.layout.flag(layer, slot, block))
+        for first in range(0, max(1, rows), TAKEN_ROWS):
+            last = min(rows, first + TAKEN_ROWS)
+            # a step without rows has a flag as well: it may have failed
+            blocks = max(1, -(-(last - first) // BLOCK_ROWS))
+            address = self._region.address + self.layout.flag(layer, slot, first // BLOCK_ROWS)
             started = time.monotonic_ns()
             try:
-                if not words.wait_flag(address, expected, self._waiters, SPINS, SLICE_NS):
-                    self._wait(address, expected, step)
+                self._wait(address, blocks, expected, step)
             finally:
                 self._count_wait(time.monotonic_ns() - started)
-            if int(words.load_word(address)) != int(expected):
-                self._raise_step_failed(step)
-            last = min(rows, first + BLOCK_ROWS)
             gather.run(self._order[first:last], values[first:last], 1)
 
     def _count_wait(self, waited_ns: int) -> None:
         self._waited_ns += waited_ns
         self._counters.wait_s += waited_ns / 1e9
 
-    def _wait(self, address: np.uint64, expected: np.uint64, step: int) -> None:
-        """Wait on, looking at the worker between two slices; raises when it is gone, silent, or took too long."""
+    def _wait(self, address: int, blocks: int, expected: np.uint64, step: int) -> None:
+        """Wait for a row of flags, looking at the worker between slices; raises when it is gone, silent or slow."""
+        there = self._flags_there(address, blocks, expected, SPINS, step)
+        if there == blocks:
+            return
         limits, started = self._limits, time.monotonic()
         beat, moved = int(words.load_word(self._heartbeat)), started
         while True:
             self._look()
             if step in self._failed:
                 raise StepError(self._failed[step])
-            if words.wait_flag(address, expected, self._waiters, 0, SLICE_NS):
+            there += self._flags_there(address + 8 * there, blocks - there, expected, 0, step)
+            if there == blocks:
                 return
             now, heard = time.monotonic(), int(words.load_word(self._heartbeat))
             if heard != beat:
@@ -348,6 +351,15 @@ class RemoteTransport:
                 self._give_up(f"no sign of life for {limits.no_progress_s:g} s (limit no_progress_s) in step {step}")
             if now - started > limits.hard_cap_s:
                 self._give_up(f"step {step} not delivered within {limits.hard_cap_s:g} s (limit hard_cap_s)")
+
+    def _flags_there(self, address: int, blocks: int, expected: np.uint64, spins: int, step: int) -> int:
+        """How many of these flags are raised, in order, after at most one slice of waiting; raises if the step failed."""
+        there = int(words.wait_flags(np.uint64(address), blocks, expected, self._waiters, spins, SLICE_NS))
+        if there < blocks:
+            word = int(words.load_word(np.uint64(address + 8 * there)))
+            if word == int(expected) | words.FAILED:
+                self._raise_step_failed(step)
+        return there
 
     def _look(self) -> None:
         """Hear what the worker has said meanwhile."""

@@ -51,13 +51,15 @@ class Family(Protocol):
     def row_numbers_reference(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints) -> Ints:
         """Row numbers [query_start_loc[-1], rows_per_token], int64, in plain NumPy: the specification."""
 
-    def row_numbers(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints, out: Ints) -> int:
+    def row_numbers(
+        self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints, out: Ints, shares: int = 1
+    ) -> int:
         """The same, compiled, into `out` [query_start_loc[-1], rows_per_token] int64, C order.
 
         All arrays are int64 and C-contiguous, and the caller has checked their shapes and that query_start_loc starts
         at 0, never falls and ends within input_ids. Returns -1, or the position of the first bad id: a position below
         num_tokens in input_ids, else num_tokens + an index into the flattened ngram_context. After a bad id the contents
-        of `out` mean nothing.
+        of `out` mean nothing. shares: how many threads work; more than one only in a `native.parallel_turn`.
         """
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numba
 import numpy as np
 
 from ple_offload import native
@@ -104,8 +105,11 @@ class QwenPle:
                     out[t, columns] = mix % self.head_sizes[columns] + self.head_offsets[columns]
         return out
 
-    def row_numbers(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints, out: Ints) -> int:
-        bad: int = _row_numbers(
+    def row_numbers(
+        self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints, out: Ints, shares: int = 1
+    ) -> int:
+        num_tokens = int(query_start_loc[-1])
+        fixed = (
             input_ids,
             query_start_loc,
             ngram_context,
@@ -117,6 +121,12 @@ class QwenPle:
             self.head_offsets,
             out,
         )
+        bad = int(
+            _row_numbers_parallel(*fixed, num_tokens, shares) if shares > 1 else _row_numbers(*fixed, 0, num_tokens)
+        )
+        if bad < 0:
+            in_context = int(_bad_context(ngram_context, self.vocab_size))
+            bad = -1 if in_context < 0 else num_tokens + in_context
         return bad
 
     @classmethod
@@ -217,29 +227,77 @@ def _primes_between(lowest: int, end: int) -> Ints:
 
 @native.kernel()
 def _row_numbers(  # type: ignore[no-untyped-def]
-    input_ids, query_start_loc, ngram_context, vocab_size, eos, heads, multipliers, sizes, offsets, out
+    input_ids, query_start_loc, ngram_context, vocab_size, eos, heads, multipliers, sizes, offsets, out, first, last
 ):
+    """Row numbers of tokens [first, last); -1, or the position of the first bad id among them."""
     n = multipliers.size
-    num_tokens = query_start_loc[query_start_loc.size - 1]
-    for t in range(num_tokens):
+    for t in range(first, last):
         if not 0 <= input_ids[t] < vocab_size:
             return t
-    for r in range(query_start_loc.size - 1):
-        for s in range(n - 1):
+    r = np.searchsorted(query_start_loc, first, side="right") - 1
+    start = query_start_loc[r]
+    for t in range(first, last):
+        while t >= query_start_loc[r + 1]:
+            r += 1
+            start = query_start_loc[r]
+        mix = input_ids[t] * multipliers[0]
+        cut = False
+        for s in range(1, n):
+            token = eos
+            if not cut:
+                # s places back; before the request's first token the context goes on, its last column newest
+                token = input_ids[t - s] if t - s >= start else ngram_context[r, n - 1 + t - s - start]
+                cut = token == eos
+            mix ^= token * multipliers[s]
+            for column in range((s - 1) * heads, s * heads):
+                out[t, column] = mix % sizes[column] + offsets[column]
+    return -1
+
+
+@native.kernel(parallel=True)
+def _row_numbers_parallel(  # type: ignore[no-untyped-def]
+    input_ids,
+    query_start_loc,
+    ngram_context,
+    vocab_size,
+    eos,
+    heads,
+    multipliers,
+    sizes,
+    offsets,
+    out,
+    num_tokens,
+    shares,
+):
+    bad = np.full(shares, -1, np.int64)
+    share = (num_tokens + shares - 1) // shares
+    for s in numba.prange(shares):
+        first, last = s * share, min(num_tokens, (s + 1) * share)
+        bad[s] = _row_numbers(
+            input_ids,
+            query_start_loc,
+            ngram_context,
+            vocab_size,
+            eos,
+            heads,
+            multipliers,
+            sizes,
+            offsets,
+            out,
+            first,
+            last,
+        )
+    for s in range(shares):
+        if bad[s] >= 0:
+            return bad[s]
+    return -1
+
+
+@native.kernel()
+def _bad_context(ngram_context, vocab_size):  # type: ignore[no-untyped-def]
+    """Index of the first bad id in the flattened context, or -1."""
+    for r in range(ngram_context.shape[0]):
+        for s in range(ngram_context.shape[1]):
             if not 0 <= ngram_context[r, s] < vocab_size:
-                return num_tokens + r * (n - 1) + s
-    for r in range(query_start_loc.size - 1):
-        start = query_start_loc[r]
-        for t in range(start, query_start_loc[r + 1]):
-            mix = input_ids[t] * multipliers[0]
-            cut = False
-            for s in range(1, n):
-                token = eos
-                if not cut:
-                    # s places back; before the request's first token the context goes on, its last column newest
-                    token = input_ids[t - s] if t - s >= start else ngram_context[r, n - 1 + t - s - start]
-                    cut = token == eos
-                mix ^= token * multipliers[s]
-                for column in range((s - 1) * heads, s * heads):
-                    out[t, column] = mix % sizes[column] + offsets[column]
+                return r * ngram_context.shape[1] + s
     return -1

@@ -4,17 +4,21 @@ A store hands out segments: segment i holds rows [starts[i], starts[i + 1]) one 
 (any alignment). `step` is the rows per segment where all are equal (the last may be short), else 0: then the segment is
 searched. Rows are asked for PREFETCH_ROWS ahead, since each is a cache miss and usually a TLB miss as well.
 
-Every kernel checks a row number before it becomes an address, and returns the index of the first bad one, or -1. The
-serial kernels do rows [first, last) of a request; the parallel ones deal equal shares to `shares` threads.
+Every row number is checked before it becomes an address. The kernels return the index of the first bad one, or GATHERED;
+FAULTED where a mapped file was cut meanwhile. The serial kernel does rows [first, last) of a request. The parallel one
+deals blocks of rows to its threads, the next block to whoever is free: one that is held up delays nothing but its block.
 
-Shapes: bases (segments,) uint64, starts (segments + 1,) int64, rows (n,) int64.
-`copy_*`: out (n, row_bytes) uint8. `decode_e4m3_*`: out (n, row_dim) uint16, see e4m3.py. `decode_*`: out (n, row_dim)
-uint16/uint32, `values` the table of all codes of the same dtype (256 or 65,536 entries), `code` a zero of the stored
-code's width (uint8/uint16), which only carries the type.
+Readers in other processes are told of each block as soon as it is there (`Readers`), not at the end.
+
+Shapes: bases (segments,) uint64, starts (segments + 1,) int64, rows (n,) int64. kind COPY: out (n, row_bytes) uint8.
+VECTORS: out (n, row_dim) uint16, `scale` and `halves` see e4m3.py. CODES: out (n, row_dim) uint16/uint32, `values` the
+table of all codes of the same dtype (256 or 65,536 entries), `code` a zero of the stored code's width (uint8/uint16),
+which only carries the type.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -24,9 +28,32 @@ import numpy.typing as npt
 from ple_offload import native
 from ple_offload.formats.base import RowFormat
 from ple_offload.formats.e4m3 import decode_e4m3, vector_tables
-from ple_offload.native import copy_bytes, load_item, prefetch
+from ple_offload.ipc.words import load_acquire, publish_flag, store_release
+from ple_offload.native import copy_bytes, load_item, prefetch, take_ticket
 
 PREFETCH_ROWS = 16
+COPY, CODES, VECTORS = 0, 1, 2
+GATHERED, FAULTED = -1, -2
+# columns of Readers.addresses, and entries of Readers.shared
+OUT, FLAGS, FLAG, WAITERS = 0, 1, 2, 3
+HEARTBEAT, FAULTS, FAULTS_BEFORE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Who waits for the blocks of one gather.
+
+    addresses: uint64 (readers, 4): where each one's rows go, its first block's flag, the value of a flag that says "there",
+        and its word that says whether it sleeps (ipc/words.py). The rows are gathered for the first and copied to others.
+    shared: uint64 (3,): the address of the heartbeat word, which every block moves; the address of the count of pages
+        that were gone, and that count before the gather.
+    total: rows the readers expect; those behind the rows asked for are already there (zeros).
+    """
+
+    addresses: npt.NDArray[np.uint64]
+    shared: npt.NDArray[np.uint64]
+    block_rows: int
+    total: int
 
 
 @native.kernel()
@@ -58,130 +85,196 @@ def _ask_for(bases, starts, step, row, row_bytes):  # type: ignore[no-untyped-de
 
 
 @native.kernel()
-def copy_rows(bases, starts, step, rows, row_bytes, out, first, last):  # type: ignore[no-untyped-def]
-    target = np.uint64(out.ctypes.data)
-    for i in range(first, min(last, first + PREFETCH_ROWS)):
-        _ask_for(bases, starts, step, rows[i], row_bytes)
-    for i in range(first, last):
-        if i + PREFETCH_ROWS < last:
-            _ask_for(bases, starts, step, rows[i + PREFETCH_ROWS], row_bytes)
-        source = _address(bases, starts, step, rows[i], row_bytes)
-        if source == 0:
-            return i
-        copy_bytes(target + np.uint64(i * row_bytes), source, np.uint64(row_bytes))
-    return -1
-
-
-@native.kernel()
-def decode_rows(bases, starts, step, rows, row_bytes, code, values, out, first, last):  # type: ignore[no-untyped-def]
-    for i in range(first, min(last, first + PREFETCH_ROWS)):
-        _ask_for(bases, starts, step, rows[i], row_bytes)
-    for i in range(first, last):
-        if i + PREFETCH_ROWS < last:
-            _ask_for(bases, starts, step, rows[i + PREFETCH_ROWS], row_bytes)
-        source = _address(bases, starts, step, rows[i], row_bytes)
-        if source == 0:
-            return i
-        for k in range(out.shape[1]):
-            out[i, k] = values[load_item(source, np.uint64(k), code)]
-    return -1
-
-
-@native.kernel()
-def decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, halves, out, first, last):  # type: ignore[no-untyped-def]
-    target, tables = np.uint64(out.ctypes.data), np.uint64(halves.ctypes.data)
-    for i in range(first, min(last, first + PREFETCH_ROWS)):
-        _ask_for(bases, starts, step, rows[i], row_bytes)
-    for i in range(first, last):
-        if i + PREFETCH_ROWS < last:
-            _ask_for(bases, starts, step, rows[i + PREFETCH_ROWS], row_bytes)
-        source = _address(bases, starts, step, rows[i], row_bytes)
-        if source == 0:
-            return i
-        decode_e4m3(target + np.uint64(2 * i * row_bytes), source, np.uint64(row_bytes), scale, tables)
-    return -1
-
-
-@native.kernel(parallel=True)
-def copy_rows_parallel(bases, starts, step, rows, row_bytes, out, shares):  # type: ignore[no-untyped-def]
-    bad = np.full(shares, -1, np.int64)
-    share = (rows.size + shares - 1) // shares
-    for s in numba.prange(shares):
-        last = min(rows.size, (s + 1) * share)
-        bad[s] = copy_rows(bases, starts, step, rows, row_bytes, out, s * share, last)
-    for s in range(shares):
-        if bad[s] >= 0:
-            return bad[s]
-    return -1
-
-
-@native.kernel(parallel=True)
-def decode_rows_parallel(bases, starts, step, rows, row_bytes, code, values, out, shares):  # type: ignore[no-untyped-def]
-    bad = np.full(shares, -1, np.int64)
-    share = (rows.size + shares - 1) // shares
-    for s in numba.prange(shares):
-        last = min(rows.size, (s + 1) * share)
-        bad[s] = decode_rows(bases, starts, step, rows, row_bytes, code, values, out, s * share, last)
-    for s in range(shares):
-        if bad[s] >= 0:
-            return bad[s]
-    return -1
-
-
-@native.kernel(parallel=True)
-def decode_e4m3_rows_parallel(  # type: ignore[no-untyped-def]
-    bases, starts, step, rows, row_bytes, scale, halves, out, shares
+def gather_rows(  # type: ignore[no-untyped-def]
+    kind, bases, starts, step, rows, row_bytes, code, values, scale, halves, out, first, last
 ):
-    bad = np.full(shares, -1, np.int64)
-    share = (rows.size + shares - 1) // shares
+    target, tables = np.uint64(out.ctypes.data), np.uint64(halves.ctypes.data)
+    width = out.shape[1] * out.itemsize
+    for i in range(first, min(last, first + PREFETCH_ROWS)):
+        _ask_for(bases, starts, step, rows[i], row_bytes)
+    for i in range(first, last):
+        if i + PREFETCH_ROWS < last:
+            _ask_for(bases, starts, step, rows[i + PREFETCH_ROWS], row_bytes)
+        source = _address(bases, starts, step, rows[i], row_bytes)
+        if source == 0:
+            return i
+        to = target + np.uint64(i * width)
+        if kind == COPY:
+            copy_bytes(to, source, np.uint64(row_bytes))
+        elif kind == VECTORS:
+            decode_e4m3(to, source, np.uint64(row_bytes), scale, tables)
+        else:
+            for k in range(out.shape[1]):
+                out[i, k] = values[load_item(source, np.uint64(k), code)]
+    return GATHERED
+
+
+@native.kernel()
+def _tell(addresses, shared, number, first_byte, num_bytes):  # type: ignore[no-untyped-def]
+    """Copy a block that is there to the other readers, and raise its flags; False where it cannot be trusted."""
+    if addresses.shape[0] == 0:
+        return True
+    if load_acquire(shared[FAULTS]) != shared[FAULTS_BEFORE]:
+        return False
+    source = addresses[0, OUT] + np.uint64(first_byte)
+    for r in range(1, addresses.shape[0]):
+        copy_bytes(addresses[r, OUT] + np.uint64(first_byte), source, np.uint64(num_bytes))
+    for r in range(addresses.shape[0]):
+        publish_flag(addresses[r, FLAGS] + np.uint64(8 * number), addresses[r, FLAG], addresses[r, WAITERS])
+    store_release(shared[HEARTBEAT], load_acquire(shared[HEARTBEAT]) + np.uint64(1))
+    return True
+
+
+@native.kernel()
+def gather_blocks(  # type: ignore[no-untyped-def]
+    kind,
+    bases,
+    starts,
+    step,
+    rows,
+    row_bytes,
+    code,
+    values,
+    scale,
+    halves,
+    out,
+    ticket,
+    addresses,
+    shared,
+    block,
+    total,
+):
+    """Gather block after block, each taken with a ticket (uint64 (1,)) that others may draw from as well.
+
+    A step without rows has one block, whose flag says that nothing failed.
+    """
+    tickets, width = np.uint64(ticket.ctypes.data), out.shape[1] * out.itemsize
+    blocks = max(1, (total + block - 1) // block)
+    number = np.int64(take_ticket(tickets))
+    while number < blocks:
+        first, last = number * block, min(total, (number + 1) * block)
+        done = gather_rows(
+            kind, bases, starts, step, rows, row_bytes, code, values, scale, halves, out, first, min(rows.size, last)
+        )
+        if done != GATHERED:
+            return done
+        if not _tell(addresses, shared, number, first * width, (last - first) * width):
+            return FAULTED
+        number = np.int64(take_ticket(tickets))
+    return GATHERED
+
+
+@native.kernel(parallel=True)
+def gather_blocks_parallel(  # type: ignore[no-untyped-def]
+    kind,
+    bases,
+    starts,
+    step,
+    rows,
+    row_bytes,
+    code,
+    values,
+    scale,
+    halves,
+    out,
+    ticket,
+    addresses,
+    shared,
+    block,
+    total,
+    shares,
+):
+    done = np.full(shares, GATHERED, np.int64)
     for s in numba.prange(shares):
-        last = min(rows.size, (s + 1) * share)
-        bad[s] = decode_e4m3_rows(bases, starts, step, rows, row_bytes, scale, halves, out, s * share, last)
+        done[s] = gather_blocks(
+            kind,
+            bases,
+            starts,
+            step,
+            rows,
+            row_bytes,
+            code,
+            values,
+            scale,
+            halves,
+            out,
+            ticket,
+            addresses,
+            shared,
+            block,
+            total,
+        )
+    first_bad = GATHERED
     for s in range(shares):
-        if bad[s] >= 0:
-            return bad[s]
-    return -1
+        if done[s] == FAULTED:
+            return FAULTED
+        if done[s] >= 0 and (first_bad < 0 or done[s] < first_bad):
+            first_bad = done[s]
+    return first_bad
+
+
+@native.kernel()
+def _tell_all(addresses, shared, block, total, width):  # type: ignore[no-untyped-def]
+    """`_tell` for every block of `total` rows; a step without rows has one block, whose flag says that nothing failed."""
+    for number in range(max(1, (total + block - 1) // block)):
+        first, last = number * block, min(total, (number + 1) * block)
+        if not _tell(addresses, shared, number, first * width, (last - first) * width):
+            return FAULTED
+    return GATHERED
+
+
+_NOBODY = np.empty((0, 4), np.uint64), np.zeros(3, np.uint64)
 
 
 class Gather:
     """Rows of one row map to one value dtype ("bf16", "fp16", "fp32", or "stored" for the bytes as they are).
 
-    Chooses the kernel and holds the arguments that never change.
+    Chooses the kernel's way and holds the arguments that never change.
     """
 
     def __init__(
         self, row_format: RowFormat, bases: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], step: int, name: str
     ) -> None:
-        self._where = (bases, starts, step)
-        self._row_bytes = row_format.row_bytes
         plain = name in ("stored", row_format.name)
-        self._vector_tables = None if plain else vector_tables(row_format, name)  # not None: many codes at a time
+        vectors = None if plain else vector_tables(row_format, name)  # not None: many codes at a time
         # fp32 rows wanted in 16 bits are copied, then cast: they have too many codes for a table
         self._cast_from = row_format.stored_dtype if row_format.name == "fp32" and not plain else None
-        self._codes = None if plain or self._cast_from else row_format.codes_to_values(name)
-        self._code = _CODE_ZERO.get(row_format.stored_dtype.itemsize)
+        codes = None if plain or vectors or self._cast_from else row_format.codes_to_values(name)
+        kind = VECTORS if vectors is not None else COPY if codes is None else CODES
+        self._carrier = np.dtype(np.uint8 if kind == COPY else np.uint16 if codes is None else codes.dtype)
+        self._code = _CODE_ZERO.get(row_format.stored_dtype.itemsize, np.uint8(0))
+        scale, halves = vectors or (np.float32(1), np.empty(0, np.uint8))
+        self._before = (kind, bases, starts, step)
+        self._after = (
+            row_format.row_bytes,
+            self._code,
+            np.empty(0, self._carrier) if codes is None else codes,
+            scale,
+            halves,
+        )
 
-    def run(self, rows: npt.NDArray[np.int64], values: npt.NDArray[Any], shares: int) -> int:
-        """Fill values [rows.size, row_dim]; returns the index of the first bad row number, or -1.
+    def run(
+        self, rows: npt.NDArray[np.int64], values: npt.NDArray[Any], shares: int, readers: Readers | None = None
+    ) -> int:
+        """Fill values [rows.size, row_dim]; returns GATHERED, FAULTED, or the index of the first bad row number.
 
-        shares: how many threads work; more than one only in a `native.parallel_turn`.
+        shares: how many threads work; more than one only in a `native.parallel_turn`. With readers, `values` is the first
+        one's output, [readers.total, row_dim], and every reader is told of each block.
         """
-        if self._vector_tables is not None:
-            decoded = (*self._where, rows, self._row_bytes, *self._vector_tables, values.view(np.uint16))
-            if shares > 1:
-                return int(decode_e4m3_rows_parallel(*decoded, shares))
-            return int(decode_e4m3_rows(*decoded, 0, rows.size))
-        if self._codes is not None:
-            target = values.view(self._codes.dtype)
-            coded = (*self._where, rows, self._row_bytes, self._code, self._codes, target)
-            return int(decode_rows_parallel(*coded, shares) if shares > 1 else decode_rows(*coded, 0, rows.size))
-        raw = values if self._cast_from is None else np.empty(values.shape, self._cast_from)
-        copied = (*self._where, rows, self._row_bytes, raw.view(np.uint8))
-        bad = copy_rows_parallel(*copied, shares) if shares > 1 else copy_rows(*copied, 0, rows.size)
-        if raw is not values and bad < 0:
+        raw = values if self._cast_from is None else np.empty((rows.size, values.shape[1]), self._cast_from)
+        fixed = (*self._before, rows, *self._after, raw.view(self._carrier), np.zeros(1, np.uint64))
+        if readers is None or raw is not values:
+            told = (*_NOBODY, max(1, -(-rows.size // shares)), rows.size)
+        else:
+            told = (readers.addresses, readers.shared, readers.block_rows, readers.total)
+        done = int(gather_blocks_parallel(*fixed, *told, shares) if shares > 1 else gather_blocks(*fixed, *told))
+        if done == GATHERED and raw is not values:
             with np.errstate(over="ignore", invalid="ignore"):
-                values[...] = raw
-        return int(bad)
+                values[: rows.size] = raw
+            if readers is not None:
+                width = values.shape[1] * values.itemsize
+                done = int(_tell_all(readers.addresses, readers.shared, readers.block_rows, readers.total, width))
+        return done
 
 
 _CODE_ZERO = {1: np.uint8(0), 2: np.uint16(0)}

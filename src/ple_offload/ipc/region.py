@@ -27,7 +27,7 @@ from functools import cached_property
 
 from ple_offload.ipc.messages import Hello
 
-BLOCK_ROWS = 4096
+BLOCK_ROWS = 256
 PAGE = 4096
 WORD_ANNOUNCED, WORD_RELEASED, WORD_WAITERS = 0, 8 * 8, 16 * 8  # byte offsets: a cache line each
 WORD_WAITED = 9 * 8  # written together with `released`

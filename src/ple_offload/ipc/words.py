@@ -104,6 +104,21 @@ def wait_flag(address, expected, waiters, spins, slice_ns):  # type: ignore[no-u
 
 
 @native.kernel()
+def wait_flags(address, count, expected, waiters, spins, slice_ns):  # type: ignore[no-untyped-def]
+    """How many of the `count` flags from `address` on are `expected`, in order: all, or up to the first that is not.
+
+    That one has been waited for as in `wait_flag`, or says that this step failed.
+    """
+    for i in range(count):
+        flag_address = address + np.uint64(8 * i)
+        if load_acquire(flag_address) != expected:
+            wait_flag(flag_address, expected, waiters, spins, slice_ns)
+            if load_acquire(flag_address) != expected:
+                return i
+    return count
+
+
+@native.kernel()
 def publish_flag(address, value, waiters):  # type: ignore[no-untyped-def]
     """Store a flag and wake whoever sleeps on it.
 

@@ -115,3 +115,8 @@ def release(address: int) -> None:
 def count() -> int:
     """Pages of guarded ranges that were gone when they were read, since the process began."""
     return int(_state[0])
+
+
+def count_address() -> int:
+    """Where compiled code finds `count()`, as a uint64."""
+    return int(_state.ctypes.data)

@@ -112,9 +112,11 @@ class Rank:
         at = self.layout.output(layer, step % self.hello.slots)
         return self._bytes[at : at + num_tokens * self.layout.token_bytes[layer]]
 
-    def publish(self, layer: int, step: int, block: int) -> None:
-        """Say that a block of rows is there, and wake the reader."""
-        self._set_flag(layer, step, block, step)
+    def reader(self, layer: int, step: int) -> tuple[int, int, int, int]:
+        """This rank as a reader of the gather of a layer's rows; see formats/gather.py."""
+        slot = step % self.hello.slots
+        flags = self._base + self.layout.flag(layer, slot, 0)
+        return self._base + self.layout.output(layer, slot), flags, self._flag_base | step, int(self._waiters)
 
     def fail(self, step: int) -> None:
         """Say that a step's rows will not come, on every flag a reader could wait for."""

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, UsageError
 from ple_offload.formats import VALUE_DTYPES
+from ple_offload.formats.gather import Readers
 from ple_offload.ipc import words
 from ple_offload.ipc.channel import Channel, peer_uid
 from ple_offload.ipc.messages import (
@@ -124,6 +125,7 @@ class PleOffloadWorker:
         fd = memfd.create("ple-offload heartbeat", PAGE)
         self._heartbeat_map = Mapping(fd, PAGE, writable=True, what="heartbeat")
         self._heartbeat = self._heartbeat_map.view().view(np.uint64)
+        self._shared = np.array([self._heartbeat_map.address, sigbus.count_address(), 0], np.uint64)
         self._heartbeat_fd = memfd.seal_against_new_writers(fd, "heartbeat")
 
     # ---- listening and running ------------------------------------------------------------------------------------
@@ -502,26 +504,17 @@ class PleOffloadWorker:
     def _deliver(
         self, targets: list[Rank], i: int, step: int, table: Table, rows: np.ndarray, num_tokens: int, output: str
     ) -> None:
-        """Gather a layer's rows block by block into the first target's output, copy them to the others', raise flags.
+        """Gather a layer's rows into the first target's output, copy them to the others', raise flags block by block.
 
         Rows of tokens behind the last request's, up to num_tokens, are zeros.
         """
-        width = table.spec.row_bytes if output == "stored" else _token_bytes(table, output) // table.rows_per_token
         total = num_tokens * table.rows_per_token
-        outputs = [target.output(i, step, num_tokens) for target in targets]
-        for block, first in enumerate(range(0, max(1, total), BLOCK_ROWS)):  # no rows: the flag says they are right
-            part = rows[first : first + BLOCK_ROWS]
-            span = slice(first * width, min(total, first + BLOCK_ROWS) * width)
-            out = outputs[0][span]
-            real = out[: part.size * width]
-            table.gather_into(part, output, real if output == "stored" else real.view(_value_dtype(output)))
-            if len(real) < len(out):
-                out[len(real) :] = 0
-            for other in outputs[1:]:
-                other[span] = out
-            for target in targets:
-                target.publish(i, step, block)
-            self._beat()
+        out = targets[0].output(i, step, num_tokens)
+        out[rows.size * (out.size // max(1, total)) :] = 0
+        addresses = np.array([target.reader(i, step) for target in targets], np.uint64)
+        readers = Readers(addresses, self._shared, BLOCK_ROWS, total)
+        table.gather_into(rows, output, out if output == "stored" else out.view(_value_dtype(output)), readers)
+        self._beat()
 
     def _count_duplicates(self, session: Session, layer: int, rows: np.ndarray) -> None:
         """Search a sample of the steps for rows asked for twice; the rows are out already, so nobody waits for this."""

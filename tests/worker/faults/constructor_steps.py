@@ -30,7 +30,7 @@ TAKES: list[tuple[Any, str]] = [
     (Mapping, "view"),
     (remote.os, "eventfd"),
     (Gather, "__init__"),
-    (remote.words, "wait_flag"),
+    (remote.words, "wait_flags"),
     (Sources, "check"),
     (Sources, "arrays"),
     (registry, "add"),
