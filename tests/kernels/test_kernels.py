@@ -24,6 +24,7 @@ from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice  # n
 from ple_offload.formats.base import VALUE_DTYPES, RowFormat  # noqa: E402
 from ple_offload.formats.gather_triton import GatherOnDevice, word_bytes  # noqa: E402
 from ple_offload.ipc import words  # noqa: E402
+from ple_offload.ipc.region import BLOCK_ROWS  # noqa: E402
 from ple_offload.stores.base import RowMap  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -170,7 +171,7 @@ class Stage:
         rng = np.random.default_rng(1)
         self.row_format, self.max_rows = row_format, max_rows
         self.rows = Pinned(random_rows(rng, row_format, 2 * max_rows))
-        self.blocks = -(-max_rows // 4096)
+        self.blocks = -(-max_rows // BLOCK_ROWS)
         self.flags = Pinned(np.zeros(2 * self.blocks, np.int64))
         self.words = Pinned(np.zeros(3, np.int64))  # poison, errors of two slots
         self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int64, device=DEVICE)
@@ -251,3 +252,17 @@ def test_the_reference_dtypes_are_torchs() -> None:
     assert {name: str(kind).removeprefix("torch.") for name, kind in TORCH.items()} == {
         name: dtype.name for name, dtype in VALUE_DTYPES.items()
     }
+
+
+def test_drain_gives_nan_for_the_one_block_that_does_not_come() -> None:
+    stage = Stage(RowFormat("fp8_e4m3", 16, 0.3), 1000)
+    word = words.flag(1, 5)
+    stage.set_flags(0, word)
+    stage.flags.bytes.view(np.int64)[1] = words.flag(1, 4)
+    out = stage.run(word, 1000, 0, 1000)
+    lost = slice(BLOCK_ROWS, 2 * BLOCK_ROWS)
+    assert out[lost].isnan().all()
+    expected = stage.expected(0, 1000)
+    assert same(out[: lost.start], expected[: lost.start])
+    assert same(out[lost.stop :], expected[lost.stop :])
+    assert stage.errors == [TIMED_OUT, 0]

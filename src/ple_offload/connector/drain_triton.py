@@ -67,22 +67,20 @@ def _drain(  # type: ignore[no-untyped-def]
     flags,  # address of the layer's first flag
     poison,  # address of the word that is not 0 once the connection is over
     errors,  # address of the slots' error words, int64
-    out,  # (out_rows, ROW_DIM)
+    out,  # (out_rows * ROW_DIM,)
     out_rows,
     slot_bytes,
     blocks_per_slot,
     scale,
-    ROW_BYTES: tl.constexpr,
-    ROW_DIM: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     CODE_BYTES: tl.constexpr,
-    WORDS_P2: tl.constexpr,
     KIND: tl.constexpr,
     AS_BF16: tl.constexpr,
     NAN: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,  # words of one turn: enough of them on their way keep the bus busy
     INTERPRETED: tl.constexpr,
 ):
     expected = tl.load(control)
@@ -90,44 +88,42 @@ def _drain(  # type: ignore[no-untyped-def]
     slot = tl.load(control + 2)
     limit_ns = tl.load(control + 3)
     per_word: tl.constexpr = WORD_BYTES // CODE_BYTES
-    words = tl.arange(0, WORDS_P2)
     inner = tl.arange(0, per_word)
-    inside = words < ROW_BYTES // WORD_BYTES
     base = stage + slot * slot_bytes
-    part: tl.constexpr = 256  # rows of one turn: a block is shared among programs
-    for first in range(tl.program_id(0) * part, out_rows, tl.num_programs(0) * part):
+    for block in range(tl.program_id(0), tl.cdiv(out_rows, BLOCK), tl.num_programs(0)):
+        first = tl.cast(block, tl.int64) * BLOCK
         why = tl.full((), 0, tl.int32)
         if first < num_rows:
-            flag = (flags + (slot * blocks_per_slot + first // BLOCK) * 8).to(tl.pointer_type(tl.int64))
+            flag = (flags + (slot * blocks_per_slot + block) * 8).to(tl.pointer_type(tl.int64))
             why = _wait(flag, expected, poison.to(tl.pointer_type(tl.int64)), limit_ns, INTERPRETED)
             if why != 0:
                 tl.store((errors + slot * 8).to(tl.pointer_type(tl.int64)), why.to(tl.int64))
-        for begin in range(first, tl.minimum(first + part, out_rows), ROWS):
-            row = begin + tl.arange(0, ROWS)
-            there = (row < num_rows) & (why == 0)
-            address = (base + row.to(tl.int64) * ROW_BYTES).to(tl.pointer_type(WORD))
-            loaded = tl.load(address[:, None] + words[None, :], mask=there[:, None] & inside[None, :], other=0)
-            codes = loaded[:, :, None] >> (inner * (8 * CODE_BYTES)).to(WORD)[None, None, :]
-            wrong = (row < num_rows) & (why != 0)
+        # rows lie one after the other there as here, so they are drained as one line of words
+        end = tl.minimum(first + BLOCK, out_rows) * ROW_WORDS
+        real = tl.minimum(num_rows, first + BLOCK) * ROW_WORDS
+        for begin in range(first * ROW_WORDS, end, WORDS):
+            word = begin + tl.arange(0, WORDS)
+            address = (base + word * WORD_BYTES).to(tl.pointer_type(WORD))
+            loaded = tl.load(address, mask=(word < real) & (why == 0), other=0)
+            codes = loaded[:, None] >> (inner * (8 * CODE_BYTES)).to(WORD)[None, :]
+            wrong = ((word < real) & (why != 0))[:, None]
             if KIND == 4:
-                values = tl.where(wrong[:, None, None], NAN, codes.to(tl.int32)).to(out.dtype.element_ty)
+                values = tl.where(wrong, NAN, codes.to(tl.int32)).to(out.dtype.element_ty)
             else:
-                values = tl.where(wrong[:, None, None], float("nan"), decode(codes, scale, KIND))
+                values = tl.where(wrong, float("nan"), decode(codes, scale, KIND))
                 if AS_BF16:
                     values = bf16_bits(values)
                 values = values.to(out.dtype.element_ty)
-            element = words[None, :, None] * per_word + inner[None, None, :]
-            target = out + row[:, None, None].to(tl.int64) * ROW_DIM + element
-            tl.store(target, values, mask=(row < out_rows)[:, None, None] & inside[None, :, None])
+            target = out + word[:, None] * per_word + inner[None, :]
+            tl.store(target, values, mask=(word < end)[:, None])
 
 
 class Drain:
     """One layer's staged rows, waited for and decoded on the device. Safe in a CUDA graph: allocates nothing.
 
     stage, flags, poison, errors: device addresses (of the layer's first slot, its first flag, and the words above).
+    programs: the grid; each takes a block of rows at a time.
     """
-
-    ROWS = 16
 
     def __init__(
         self,
@@ -139,7 +135,9 @@ class Drain:
         errors: int,
         slot_bytes: int,
         blocks_per_slot: int,
-        programs: int = 32,
+        programs: int = 48,
+        words: int = 2048,
+        warps: int = 8,
     ) -> None:
         self._addresses = (stage, flags, poison, errors)
         self._sizes = (slot_bytes, blocks_per_slot)
@@ -148,15 +146,14 @@ class Drain:
         code_bytes = row_format.stored_dtype.itemsize
         width = int(np.gcd(8, row_format.row_bytes))
         self._constants: dict[str, Any] = {
-            "ROW_BYTES": row_format.row_bytes,
-            "ROW_DIM": row_format.row_dim,
+            "ROW_WORDS": row_format.row_bytes // width,
             "WORD": WORDS[width],
             "WORD_BYTES": width,
             "CODE_BYTES": code_bytes,
-            "WORDS_P2": triton.next_power_of_2(row_format.row_bytes // width),
-            "ROWS": self.ROWS,
             "BLOCK": BLOCK_ROWS,
+            "WORDS": min(words, triton.next_power_of_2(BLOCK_ROWS * row_format.row_bytes // width)),
             "INTERPRETED": INTERPRETED,
+            "num_warps": warps,
         }
 
     def run(self, control: torch.Tensor, out: torch.Tensor) -> None:
@@ -166,8 +163,7 @@ class Drain:
             return
         raw = NAMES[out.dtype] == self._format.name
         scale = 1.0 if self._format.scale is None else float(torch.tensor(self._format.scale).to(out.dtype))
-        grid = (min(self._programs, triton.cdiv(out_rows, 256)),)
-        _drain[grid](
+        _drain[(min(self._programs, triton.cdiv(out_rows, BLOCK_ROWS)),)](
             control,
             *self._addresses,
             as_integers(out) if raw or out.dtype == torch.bfloat16 else out,

@@ -38,7 +38,13 @@ class _Control:
     """One step's control words on their way to the device, and the event after which they may be written again."""
 
     words: torch.Tensor  # [layers, CONTROL_WORDS] int64, pinned
+    array: np.ndarray  # the same memory, which is written in a tenth of the time
     event: torch.cuda.Event
+
+    @classmethod
+    def of(cls, layers: int) -> _Control:
+        words = torch.zeros((layers, CONTROL_WORDS), dtype=torch.int64, pin_memory=True)
+        return cls(words, words.numpy(), torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
 class StagedRoute:
@@ -63,13 +69,7 @@ class StagedRoute:
                 # poison, then one error word per slot; written by the host and by the kernel
                 self._words = torch.zeros(1 + slots, dtype=torch.int64, pin_memory=True)
                 self._control = torch.zeros((len(ports), CONTROL_WORDS), dtype=torch.int64, device=device)
-                self._ring = [
-                    _Control(
-                        torch.zeros((len(ports), CONTROL_WORDS), dtype=torch.int64, pin_memory=True),
-                        torch.cuda.Event(),  # type: ignore[no-untyped-call]
-                    )
-                    for _ in range(RING)
-                ]
+                self._ring = [_Control.of(len(ports)) for _ in range(RING)]
                 self._drains = [
                     Drain(
                         transport.travelling_format(i),
@@ -103,7 +103,7 @@ class StagedRoute:
         limit_ns = int(self._config.limits.hard_cap_s * 1e9)
         for i, rows_per_token in enumerate(self._transport.layout.rows_per_token):
             rows = 0 if dummy else num_tokens * rows_per_token
-            entry.words[i] = torch.tensor([self._transport.flag(step), rows, slot, limit_ns])
+            entry.array[i] = (self._transport.flag(step), rows, slot, limit_ns)
         with self._cuda.current():
             stream = torch.cuda.current_stream(self._device)
             if not dummy:
