@@ -185,7 +185,7 @@ class Worker:
             "kind": world.kind,
             "rows": world.wanted_rows,
             "huge": world.huge,
-            "threads": threads or world.table.threads,
+            "threads": threads or config.worker_threads(),
             "address": self.address,
             "lifeline": theirs.fileno(),
         }
@@ -236,6 +236,7 @@ def serve(options: dict[str, Any]) -> None:
     """What the worker process does."""
     from ple_offload.worker.server import PleOffloadWorker, Served
 
+    native.wait_without_spinning()
     lifeline = socket.socket(fileno=options["lifeline"])
     world = World.over(
         options["fd"], options["kind"], options["rows"], huge=options["huge"], threads=options["threads"]

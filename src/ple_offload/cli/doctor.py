@@ -13,7 +13,7 @@ from typing import Any
 from ple_offload import __version__
 from ple_offload.cli import host
 from ple_offload.cli.common import add_json, gib, print_facts, print_json
-from ple_offload.config import default_socket, settings, usable_cpus, variable
+from ple_offload.config import default_socket, num_threads, settings, usable_cpus, variable
 from ple_offload.errors import MemoryLimitError, PleOffloadError
 
 HELP = "memory, limits, huge pages, disk; which tier would be chosen, why, and what to change"
@@ -147,7 +147,9 @@ def compiled_code_facts(advice: list[str]) -> dict[str, Any]:
         advice.append(f"compiled code: numba cannot be imported ({error}); run pip install --upgrade ple-offload")
         return {"threading layer": None, "wake-up": None, "cache": None}
 
-    wake_up_us = native.wake_up_us()  # runs a parallel kernel: only then is the threading layer chosen
+    wake_up_us = native.wake_up_us(
+        max(2, num_threads())
+    )  # runs a parallel kernel: only then is the threading layer chosen
     layer = numba.threading_layer()
     if layer == "workqueue":
         advice.append(

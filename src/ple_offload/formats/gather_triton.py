@@ -10,6 +10,7 @@ Row -1 gathers as zeros, and a row number outside the table as NaN: nothing that
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 def nan_bits(dtype: torch.dtype) -> int:
     """The NaN that torch writes, as an integer of the dtype's width."""
     return {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}[dtype]
+
+
+@lru_cache(maxsize=64)
+def rounded_scale(row_format: RowFormat, dtype: torch.dtype) -> float:
+    """The scale as it is when values of `dtype` are computed with it; 1 for formats that have none."""
+    return 1.0 if row_format.scale is None else float(torch.tensor(row_format.scale).to(dtype))
 
 
 @triton.jit
@@ -149,8 +156,7 @@ class GatherOnDevice:
         self._starts = torch.from_numpy(starts.copy()).to(device)
         self._step = step
         self._programs = programs
-        self._scale = row_format.scale
-        self._name = row_format.name
+        self._format = row_format
         code_bytes = row_format.stored_dtype.itemsize
         width = word_bytes(row_format.row_bytes, bases, code_bytes)
         self._constants: dict[str, Any] = {
@@ -169,8 +175,7 @@ class GatherOnDevice:
         count = rows.numel()
         if not count:
             return
-        scale = 1.0 if self._scale is None else float(torch.tensor(self._scale).to(out.dtype))
-        raw = NAMES[out.dtype] == self._name
+        raw = NAMES[out.dtype] == self._format.name
         grid = (min(self._programs, triton.cdiv(count, self.ROWS)),)
         _gather[grid](
             self._bases,
@@ -180,8 +185,8 @@ class GatherOnDevice:
             count,
             self._bases.numel(),
             self._step,
-            scale,
-            KIND=KIND_RAW if raw else KINDS[self._name],
+            rounded_scale(self._format, out.dtype),
+            KIND=KIND_RAW if raw else KINDS[self._format.name],
             AS_BF16=out.dtype == torch.bfloat16,
             NAN=nan_bits(out.dtype),
             **self._constants,

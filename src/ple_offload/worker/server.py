@@ -479,7 +479,8 @@ class PleOffloadWorker:
             inputs, found = rank.inputs(step), []
             for i, (wish, table) in enumerate(zip(session.first.layers, session.tables, strict=True)):
                 layer = wish.layer
-                rows = inputs[i] if rank.hello.request == "rows" else _row_numbers(table, inputs)
+                by_rows = rank.hello.request == "rows"
+                rows = inputs[i] if by_rows else _row_numbers(table, inputs, rank.row_numbers(i))
                 self._deliver(targets, i, step, table, rows.reshape(-1), len(inputs[0]), wish.output)
                 counters = session.layers[layer]
                 counters.steps += 1
@@ -551,11 +552,13 @@ def _token_bytes(table: Table, output: str) -> int:
     return table.embed_dim * _value_dtype(output).itemsize
 
 
-def _row_numbers(table: Table, inputs: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Row numbers [num_tokens, rows_per_token] of a step's copied inputs."""
+def _row_numbers(
+    table: Table, inputs: list[npt.NDArray[np.int64]], memory: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Row numbers [num_tokens, rows_per_token] of a step's copied inputs, at the beginning of `memory`."""
     ids, starts, context = inputs
     table.check_query_start_loc(starts, ids.size)
-    rows = np.empty((int(starts[-1]), table.rows_per_token), np.int64)
+    rows = memory[: int(starts[-1])]
     table.row_numbers_into(ids, starts, context, rows)
     return rows
 
