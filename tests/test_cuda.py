@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,60 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="devices are torch's")
 
+from fake_driver import SHIFT, FakeDriver  # noqa: E402
 from ple_offload import cuda  # noqa: E402
 from ple_offload.errors import CudaError, UsageError  # noqa: E402
 
 GIB = 1 << 30
-SHIFT = 1 << 45  # where this fake's device sees host memory
-
-
-class Code(int):
-    """A driver's answer: a number with a name."""
-
-    name = "CUDA_ERROR_FAKE"
-
-
-class FakeDriver:
-    """Records calls with the device that was current; refuses the calls in `refused` from their n-th time on."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], torch.device | None]] = []
-        self.refused: dict[str, int] = {}
-        self.registered: dict[int, tuple[int, int]] = {}
-        self.attributes: dict[int, int] = {}
-        self.current: torch.device | None = None
-
-    @contextlib.contextmanager
-    def activate(self, device: torch.device) -> Iterator[None]:
-        before, self.current = self.current, device
-        yield
-        self.current = before
-
-    def _answer(self, name: str, arguments: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
-        self.calls.append((name, arguments, self.current))
-        count = sum(call[0] == name for call in self.calls)
-        return (Code(801 if count >= self.refused.get(name, 1 << 30) else 0), *values)
-
-    def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
-        answer = self._answer("cuMemHostRegister", (address, num_bytes, flags))
-        if not answer[0]:
-            self.registered[address] = (num_bytes, flags)
-        return answer
-
-    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:  # noqa: N802
-        answer = self._answer("cuMemHostUnregister", (address,))
-        if not answer[0]:
-            del self.registered[address]
-        return answer
-
-    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._answer("cuMemHostGetDevicePointer", (address, flags), address + SHIFT)
-
-    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._answer("cuDeviceGetAttribute", (attribute, device), self.attributes.get(int(attribute), 0))
-
-    def cuStreamWriteValue64(self, *arguments: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._answer("cuStreamWriteValue64", arguments)
 
 
 @pytest.fixture
