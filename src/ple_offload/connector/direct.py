@@ -74,7 +74,7 @@ class TablesOnDevice:
             raise
 
     def _put(self, table: Table) -> TableOnDevice:
-        if table.tier == "file" and not self.cuda.reads_host_memory:
+        if not self.cuda.reads_host_memory and table.store.absent_bytes():
             table.store.bring_in(num_threads())  # registering reads a cold file page by page
         moved: dict[int, int] = {}  # host address of a mapped range -> how far away the device sees it
         for address, num_bytes in table.store.ranges():
