@@ -23,7 +23,7 @@ from ple_offload.connector.borrow import Borrowed
 from ple_offload.connector.config import ConnectorConfig, Limits
 from ple_offload.errors import PleOffloadError, ProtocolError
 from ple_offload.ipc.channel import Channel
-from ple_offload.ipc.messages import Borrow, Goodbye, Lent
+from ple_offload.ipc.messages import PROTOCOL_VERSION, Borrow, Goodbye, Lent
 from ple_offload.memory import memfd
 from ple_offload.spec import fingerprint
 from ple_offload.worker import lending
@@ -81,7 +81,7 @@ def test_descriptors_are_read_only_and_sealed(tmp_path: Path, local: Callable[..
     checkpoint = make(tmp_path / "it")
     for tier in ("ram", "file"):
         channel = Channel.connect(local(checkpoint.path, tier=tier).address, 5)
-        channel.send(Borrow(2, "", 1, "", 0))
+        channel.send(Borrow(PROTOCOL_VERSION, "", 1, "", 0))
         message, (fd,) = channel.receive(5) or (None, (-1,))
         assert isinstance(message, Lent)
         assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
@@ -114,14 +114,14 @@ def test_a_borrower_needs_no_hello_and_harms_nobody(tmp_path: Path, local: Calla
     keeps = Borrowed(worker.address, config(), [1])
     for message, reason in [
         (Borrow(1, "", 1, "", 0), "protocol version"),
-        (Borrow(2, "", 1, "", -1), "part: expected 0 to 0, found -1"),
-        (Borrow(2, "", 1, "", 1 << 40), "part: expected 0 to 0"),
+        (Borrow(PROTOCOL_VERSION, "", 1, "", -1), "part: expected 0 to 0, found -1"),
+        (Borrow(PROTOCOL_VERSION, "", 1, "", 1 << 40), "part: expected 0 to 0"),
         (Lent(1, keeps.tables[1].facts(), {}, []), "descriptors"),
     ]:
         for first in (False, True):
             channel = Channel.connect(worker.address, 5)
             if first:
-                channel.send(Borrow(2, "", 1, "", 0))
+                channel.send(Borrow(PROTOCOL_VERSION, "", 1, "", 0))
                 answer, (fd,) = channel.receive(5) or (None, (-1,))
                 assert isinstance(answer, Lent)
                 os.close(fd)
