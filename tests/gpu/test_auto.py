@@ -233,13 +233,19 @@ def test_reconnecting_measures_nothing_and_agrees_again(engine: Callable[..., En
 
 
 def test_what_is_borrowed_is_given_back(engine: Callable[..., Engine]) -> None:
-    fds = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    one = engine("auto", "file")
-    one.connector.close()
-    one.worker.close()  # type: ignore[attr-defined]
-    maps = Path("/proc/self/maps").read_text()
-    assert "model.safetensors" not in maps
-    assert len(os.listdir("/proc/self/fd")) <= fds + 1  # noqa: PTH208
+    def life() -> int:
+        """Open descriptors after an engine has come and gone."""
+        one = engine("auto", "file")
+        assert (
+            "model.safetensors" in Path("/proc/self/maps").read_text() or one.connector.route_report.route == "staged"
+        )
+        one.close()
+        one.worker.close()  # type: ignore[attr-defined]
+        assert "model.safetensors" not in Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    first = life()  # the driver opens some for good
+    assert life() <= first
 
 
 def rank(path: Path, address: str, tp_rank: int, results: Any) -> None:
