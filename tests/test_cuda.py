@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,60 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="devices are torch's")
 
+from fake_driver import SHIFT, FakeDriver  # noqa: E402
 from ple_offload import cuda  # noqa: E402
 from ple_offload.errors import CudaError, UsageError  # noqa: E402
 
 GIB = 1 << 30
-SHIFT = 1 << 45  # where this fake's device sees host memory
-
-
-class Code(int):
-    """A driver's answer: a number with a name."""
-
-    name = "CUDA_ERROR_FAKE"
-
-
-class FakeDriver:
-    """Records calls with the device that was current; refuses the calls in `refused` from their n-th time on."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], torch.device | None]] = []
-        self.refused: dict[str, int] = {}
-        self.registered: dict[int, tuple[int, int]] = {}
-        self.attributes: dict[int, int] = {}
-        self.current: torch.device | None = None
-
-    @contextlib.contextmanager
-    def activate(self, device: torch.device) -> Iterator[None]:
-        before, self.current = self.current, device
-        yield
-        self.current = before
-
-    def _answer(self, name: str, arguments: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
-        self.calls.append((name, arguments, self.current))
-        count = sum(call[0] == name for call in self.calls)
-        return (Code(801 if count >= self.refused.get(name, 1 << 30) else 0), *values)
-
-    def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
-        answer = self._answer("cuMemHostRegister", (address, num_bytes, flags))
-        if not answer[0]:
-            self.registered[address] = (num_bytes, flags)
-        return answer
-
-    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:  # noqa: N802
-        answer = self._answer("cuMemHostUnregister", (address,))
-        if not answer[0]:
-            del self.registered[address]
-        return answer
-
-    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._answer("cuMemHostGetDevicePointer", (address, flags), address + SHIFT)
-
-    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._answer("cuDeviceGetAttribute", (attribute, device), self.attributes.get(int(attribute), 0))
-
-    def cuStreamWriteValue64(self, *arguments: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._answer("cuStreamWriteValue64", arguments)
 
 
 @pytest.fixture
@@ -86,10 +36,10 @@ def test_every_call_is_made_under_the_device_whatever_the_current_one_is(fake: F
     gpu.write_value(1, 2, 3)
     gpu.attribute("integrated")
     registration.close()
-    assert len(fake.calls) == 5
+    assert len(fake.calls) == 6
     assert {call[2] for call in fake.calls} == {torch.device("cuda", 3)}
     assert fake.current == torch.device("cuda", 0)
-    assert fake.calls[3][1] == (cuda.ATTRIBUTES["integrated"], 3)
+    assert fake.calls[4][1] == (cuda.ATTRIBUTES["integrated"], 3)
 
 
 def test_ranges_are_rounded_to_pages_and_cut_into_chunks(fake: FakeDriver, gpu: cuda.Cuda) -> None:
@@ -131,17 +81,18 @@ def test_no_stream_memory_operations_is_said(fake: FakeDriver, gpu: cuda.Cuda) -
         gpu.write_value(1, 2, 3)
 
 
-def test_files_are_registered_only_where_that_leaves_them_clean(
-    fake: FakeDriver, gpu: cuda.Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_where_the_device_uses_host_page_tables_nothing_is_registered_and_it_is_said_once(
+    fake: FakeDriver, gpu: cuda.Cuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CudaError, match="no read-only registration"):
-        cuda.check_files_can_be_registered(gpu)
-    fake.attributes[cuda.ATTRIBUTES["read_only_host_register"]] = 1
-    monkeypatch.setattr(cuda, "kernel_driver_version", lambda: (565, 57))
-    with pytest.raises(CudaError, match=r"driver 565\.57 marks every page .*expected 570"):
-        cuda.check_files_can_be_registered(gpu)
-    monkeypatch.setattr(cuda, "kernel_driver_version", lambda: (580, 159))
-    cuda.check_files_can_be_registered(gpu)
+    monkeypatch.setattr(cuda, "_said", set())
+    fake.attributes[cuda.ATTRIBUTES["uses_host_page_tables"]] = 1
+    for read_only in (True, False):
+        registration = cuda.Registration(gpu, 5000, 2 * GIB, read_only=read_only)
+        assert registration.device_address == 5000
+        registration.close()
+    assert not fake.registered
+    assert {call[0] for call in fake.calls} == {"cuDeviceGetAttribute"}
+    assert caplog.text.count("untested") == 1
 
 
 def test_the_kernel_drivers_version_is_read_where_it_stands(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 30  # of one registration: some drivers refuse larger ones
 PAGE_BYTES = 4096
-# Before this driver, unregistering page cache marked every page dirty, even if it was registered for reading only.
-MIN_DRIVER_FOR_FILES = (570, 0)
-
 # cuMemHostRegister
 _PORTABLE, _DEVICE_MAP, _READ_ONLY = 0x1, 0x2, 0x8
 # CUdevice_attribute
@@ -41,6 +39,7 @@ ATTRIBUTES = {
 }
 
 _driver: Any = None
+_said: set[str] = set()
 
 
 def set_driver(driver: Any) -> Any:
@@ -87,6 +86,22 @@ class Cuda:
         """A device attribute by its name in ATTRIBUTES."""
         return int(self._call("cuDeviceGetAttribute", ATTRIBUTES[name], self.device.index or 0))
 
+    @cached_property
+    def reads_host_memory(self) -> bool:
+        """Whether the device goes through the host's page tables (GB10, Grace): nothing is registered there.
+
+        Untested: no such machine was at hand. Said once in a process.
+        """
+        shared = bool(self.attribute("uses_host_page_tables"))
+        if shared and "host page tables" not in _said:
+            _said.add("host page tables")
+            log.warning(
+                "%s uses the host's page tables: memory is not page-locked but read as it is mapped. This is untested; "
+                "compare what you get with an ordinary lookup.",
+                self.device,
+            )
+        return shared
+
     def register_host(self, address: int, num_bytes: int, *, read_only: bool) -> None:
         flags = _PORTABLE | _DEVICE_MAP | (_READ_ONLY if read_only else 0)
         self._call("cuMemHostRegister", address, num_bytes, flags)
@@ -128,13 +143,17 @@ _REMEDIES = {
 class Registration:
     """Host memory registered with the driver, without replacing its storage; page-rounded, in chunks.
 
-    device_address is where the device sees `address`. Raises CudaError and leaves nothing registered behind. `close` may be
+    device_address is where the device sees `address`. Where it uses the host's page tables that is the same, and nothing is
+    registered. Raises CudaError and leaves nothing registered behind. `close` may be
     called twice, once nothing can touch the memory any more; what it cannot unregister is logged.
     """
 
     def __init__(self, cuda: Cuda, address: int, num_bytes: int, *, read_only: bool) -> None:
         self._cuda = cuda
         self._chunks: list[int] = []
+        self.device_address = address
+        if cuda.reads_host_memory:
+            return
         first = address // PAGE_BYTES * PAGE_BYTES
         end = -(-(address + num_bytes) // PAGE_BYTES) * PAGE_BYTES
         try:
@@ -160,18 +179,6 @@ class Registration:
                 self._cuda.unregister_host(chunk)
             except CudaError as error:
                 log.error("%s", error)
-
-
-def check_files_can_be_registered(cuda: Cuda) -> None:
-    """Raise CudaError where the page cache of a file cannot be registered without harm."""
-    if not cuda.attribute("read_only_host_register"):
-        raise CudaError(f"{cuda.device}: no read-only registration of host memory. Use tier 'ram' or route 'staged'.")
-    found = kernel_driver_version()
-    if found is not None and found < MIN_DRIVER_FOR_FILES:
-        raise CudaError(
-            f"{cuda.device}: NVIDIA driver {found[0]}.{found[1]} marks every page of a registered file dirty; expected "
-            f"{MIN_DRIVER_FOR_FILES[0]} or later. Use tier 'ram' or route 'staged', or a newer driver."
-        )
 
 
 def kernel_driver_version(root: str = "/") -> tuple[int, int] | None:

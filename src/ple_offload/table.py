@@ -30,7 +30,7 @@ from ple_offload.memory import sigbus
 from ple_offload.memory.limits import require_memory
 from ple_offload.progress import ByteProgress
 from ple_offload.spec import TableSpec, inspect
-from ple_offload.stores import FileStore, RamStore, Store
+from ple_offload.stores import FileStore, Part, RamStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,15 @@ class Table:
             self.spec.format.scale,
             self.tier,
         )
+
+    def parts(self) -> list[Part]:
+        """What another process maps to read this table itself; StoreError when its rows can no longer be trusted."""
+        self._next_check_s = 0.0  # look now
+        self._enter()
+        try:
+            return self.store.parts()
+        finally:
+            self._leave()
 
     # ---- lookups --------------------------------------------------------------------------------------------------
 

@@ -21,22 +21,23 @@ number = st.integers(-(1 << 63), (1 << 64) - 1)
 
 
 def records() -> st.SearchStrategy[Message]:
+    facts = st.builds(
+        messages.LayerFacts,
+        number,
+        text,
+        *[number] * 3,
+        *[number] * 3,
+        text,
+        st.none() | st.floats(allow_nan=False),
+    )
     of_type = {
         int: number,
         str: text,
+        messages.LayerFacts: facts,
+        dict[str, int]: st.dictionaries(text, number, max_size=3),
+        list[tuple[int, int, int]]: st.lists(st.tuples(number, number, number), max_size=3),
         list[messages.LayerWish]: st.lists(st.builds(messages.LayerWish, number, text, text), max_size=3),
-        list[messages.LayerFacts]: st.lists(
-            st.builds(
-                messages.LayerFacts,
-                number,
-                text,
-                *[number] * 3,
-                *[number] * 3,
-                text,
-                st.none() | st.floats(allow_nan=False),
-            ),
-            max_size=3,
-        ),
+        list[messages.LayerFacts]: st.lists(facts, max_size=3),
     }
     built = []
     for record in RECORDS:
@@ -52,7 +53,7 @@ def test_round_trip(message: Message) -> None:
 
 @given(st.binary(max_size=300))
 def test_bytes_are_refused(packet: bytes) -> None:
-    with pytest.raises(ProtocolError, match=r"^peer: expected a message of protocol 1, found"):
+    with pytest.raises(ProtocolError, match=r"^peer: expected a message of protocol 2, found"):
         decode(packet, "peer")
 
 

@@ -86,7 +86,7 @@ def test_the_written_formulas_agree(layout: Layout) -> None:
 
 def test_the_example_of_the_document() -> None:
     hello = Hello(
-        version=1,
+        version=2,
         checkpoint="",
         session="example",
         step=0,
