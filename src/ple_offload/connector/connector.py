@@ -160,8 +160,11 @@ class PleOffloadConnector:
             if wanted not in ("auto", "host"):
                 raise UsageError(f"route {wanted!r}: expected device 'cuda', found 'cpu'.")
             return None
-        from ple_offload.connector.direct import DirectRoute
-        from ple_offload.connector.staged import StagedRoute
+        try:
+            from ple_offload.connector.direct import DirectRoute
+            from ple_offload.connector.staged import StagedRoute
+        except ImportError as error:
+            raise UsageError(f"GPU routes need {error.name}: pip install 'ple-offload[cuda]'.") from error
 
         possible = "direct" if isinstance(self._transport, InlineTransport) else "staged"
         if wanted not in ("auto", possible):

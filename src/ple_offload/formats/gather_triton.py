@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ple_offload.errors import UsageError
 from ple_offload.formats.base import RowFormat
 
 KINDS = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3}
@@ -120,10 +121,13 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 def word_bytes(row_bytes: int, addresses: npt.NDArray[np.uint64], code_bytes: int) -> int:
-    """The widest word that divides a row and every address; at least a code, or ValueError where codes are not aligned."""
+    """The widest word that divides a row and every address; at least a code, or UsageError where codes are not aligned."""
     width = math.gcd(8, row_bytes, *(int(address) for address in addresses))
     if width < code_bytes:
-        raise ValueError(f"rows start at multiples of {width} bytes, their codes have {code_bytes}")
+        raise UsageError(
+            f"rows start at multiples of {width} bytes, their codes have {code_bytes}: a GPU cannot read them. "
+            "Use route 'staged'."
+        )
     return width
 
 
