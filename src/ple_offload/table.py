@@ -250,6 +250,11 @@ class Table:
         self.spec.family.row_numbers(none, starts, context, rows)
         bad_query_start_loc(starts, 0)
 
+    def check(self) -> None:
+        """Raise StoreError when the rows can no longer be trusted, for readers that do without `gather` and `lookup`."""
+        self._enter()
+        self._leave()
+
     def close(self) -> None:
         """Wait for the lookups that are running, then release the memory; safe to call twice."""
         with self._lock:

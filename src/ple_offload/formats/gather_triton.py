@@ -133,7 +133,7 @@ def word_bytes(row_bytes: int, addresses: npt.NDArray[np.uint64], code_bytes: in
     if width < code_bytes:
         raise UsageError(
             f"rows: expected them at multiples of {code_bytes} bytes, as long as a code is, found multiples of {width}. "
-            "Use tier 'ram', which packs them."
+            "Use tier 'ram', which packs them, or route 'staged'."
         )
     return width
 
