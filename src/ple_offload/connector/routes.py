@@ -131,7 +131,7 @@ class GpuRoutes:
     ) -> tuple[RemoteTransport, StagedRoute]:
         transport = RemoteTransport(self._config, self._ports, address, step, counters, direct_tokens)
         try:
-            return transport, StagedRoute(self._config, self._ports, transport, self._device)
+            return transport, StagedRoute(self._config, self._ports, transport, self._sources, self._device)
         except BaseException:
             transport.close()
             raise
