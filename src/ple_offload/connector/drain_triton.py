@@ -80,14 +80,14 @@ def _wait(flag, expected, poison, limit_ns, THREADS: tl.constexpr, INTERPRETED: 
 @triton.jit(do_not_specialize=["stage", "flags", "poison", "errors", "out_rows", "slot_bytes", "blocks_per_slot"])
 def _drain(  # type: ignore[no-untyped-def]
     control,  # (4,) int64, device
-    stage,  # address of the layer's first slot, as the device sees it
-    flags,  # address of the layer's first flag
-    poison,  # address of the word that is not 0 once the connection is over
-    errors,  # address of the slots' error words, int64
+    stage: tl.int64,  # address of the layer's first slot, as the device sees it
+    flags: tl.int64,  # address of the layer's first flag
+    poison: tl.int64,  # address of the word that is not 0 once the connection is over
+    errors: tl.int64,  # address of the slots' error words, int64
     out,  # (out_rows * ROW_DIM,)
-    out_rows,
-    slot_bytes,
-    blocks_per_slot,
+    out_rows: tl.int64,
+    slot_bytes: tl.int64,
+    blocks_per_slot: tl.int64,
     scale,
     ROW_WORDS: tl.constexpr,
     WORD: tl.constexpr,
