@@ -63,7 +63,7 @@ class Client:
             raise
 
     def greet(self, layer: int, output: str, session: str) -> None:
-        self.send({"type": "Ask", "version": 1, "checkpoint": ""})
+        self.send({"type": "Ask", "version": 2, "checkpoint": ""})
         facts, _ = self.expect("Facts")
         self.facts = next(x for x in facts["layers"] if x["layer"] == layer)
         self.context_len = self.facts["context_len"]
@@ -79,7 +79,7 @@ class Client:
         self.doorbell = os.eventfd(0, os.EFD_CLOEXEC)
         hello = {
             "type": "Hello",
-            "version": 1,
+            "version": 2,
             "checkpoint": "",
             "session": session,
             "step": 0,

@@ -24,6 +24,7 @@ def records() -> st.SearchStrategy[Message]:
     of_type = {
         int: number,
         str: text,
+        bytes: st.binary(max_size=80),
         list[messages.LayerWish]: st.lists(st.builds(messages.LayerWish, number, text, text), max_size=3),
         list[messages.LayerFacts]: st.lists(
             st.builds(
@@ -52,7 +53,7 @@ def test_round_trip(message: Message) -> None:
 
 @given(st.binary(max_size=300))
 def test_bytes_are_refused(packet: bytes) -> None:
-    with pytest.raises(ProtocolError, match=r"^peer: expected a message of protocol 1, found"):
+    with pytest.raises(ProtocolError, match=r"^peer: expected a message of protocol 2, found"):
         decode(packet, "peer")
 
 

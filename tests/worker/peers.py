@@ -33,7 +33,7 @@ def hello(**changes: Any) -> dict[str, Any]:
     """A Hello of the example; `changes` replace or add fields, None takes one away."""
     message = {
         "type": "Hello",
-        "version": 1,
+        "version": 2,
         "checkpoint": "",
         "session": "hostile",
         "step": 0,

@@ -24,14 +24,14 @@ SEED: int | None = None
 AT_ONCE = 50  # connections open at the same time
 
 TEMPLATES: list[dict[str, Any]] = [
-    {"type": "Ask", "version": 1, "checkpoint": ""},
+    {"type": "Ask", "version": 2, "checkpoint": ""},
     hello(session="fuzz"),
     hello(session="fuzz", dp_size=2, tp_size=2, tp_rank=1),
     hello(
         session="fuzz rows", request="rows", rows_per_token=4, context_len=0, layers=[{"layer": 1, "output": "fp32"}]
     ),
     {"type": "Goodbye"},
-    {"type": "Facts", "version": 1, "pid": 1, "log": "", "layers": []},
+    {"type": "Facts", "version": 2, "pid": 1, "log": "", "layers": []},
     {"type": "Welcome", "epoch": 1},
     {"type": "Refused", "reason": "no"},
     {"type": "Ready", "step": 0},

@@ -37,7 +37,7 @@ from worker.peers import (
     resources,
 )
 
-ASK = {"type": "Ask", "version": 1, "checkpoint": ""}
+ASK = {"type": "Ask", "version": 2, "checkpoint": ""}
 MFD_HUGETLB = 4
 PUNCH_HOLE = 0x02 | 0x01  # of fallocate, with the size kept
 
@@ -69,10 +69,10 @@ WRONG_FIRST_MESSAGES: dict[str, tuple[Any, str]] = {
     "no type": ({"version": 1, "checkpoint": ""}, "bytes that are none"),
     "unknown type": ({"type": "Steal\n\x1b[31m", "version": 1}, "bytes that are none"),
     "unknown field": ({**ASK, "please": 1}, "unknown field `please`"),
-    "missing field": ({"type": "Ask", "version": 1}, "missing required field `checkpoint`"),
+    "missing field": ({"type": "Ask", "version": 2}, "missing required field `checkpoint`"),
     "wrong kind of field": ({**ASK, "version": "1"}, "`int`"),
-    "huge number": ({**ASK, "version": 2**64 - 1}, "protocol version 1, found 18446744073709551615"),
-    "version 2": ({**ASK, "version": 2}, "protocol version 1, found 2. Install the same release"),
+    "huge number": ({**ASK, "version": 2**64 - 1}, "protocol version 2, found 18446744073709551615"),
+    "version 1": ({**ASK, "version": 1}, "protocol version 2, found 1. Install the same release"),
     "not UTF-8": (packed(ASK).replace(b"Ask", b"A\xffk"), "bytes that are none"),
     "checkpoint not there": ({**ASK, "checkpoint": "/etc"}, "expected one of the checkpoints"),
     "a worker's message": ({"type": "Ready", "step": 0}, "found Ready"),
@@ -127,7 +127,7 @@ def test_the_reason_arrives_though_more_was_sent(peer: Callable[[], Peer]) -> No
 
 
 WRONG_NUMBERS: dict[str, tuple[Any, str]] = {
-    "version": (3, "protocol version 1, found 3"),
+    "version": (3, "protocol version 2, found 3"),
     "step": (-1, "step: expected 0 to"),
     "worker_id": (2**20 + 1, "worker_id: expected 0 to 1048576"),
     "dp_rank": (1, "dp_rank: expected 0 to 0, found 1"),

@@ -49,7 +49,8 @@ class ConnectorConfig:
     request: "tokens" sends token ids, the worker hashes; "rows" sends row numbers.
     output: how rows travel: "stored" as their bytes, decoded by the reader; "values" decoded by the worker.
     route: how rows reach a GPU: "direct", the GPU reads host memory of tables open in this process; "staged", the worker
-        gathers and the GPU drains; "auto" the one that the address allows. On the CPU there is one, "host".
+        gathers and the GPU drains; "ipc", the worker copies what it gathered into the GPU's memory, never chosen by "auto";
+        "auto" the one that the address allows. On the CPU there is one, "host".
     checkpoint: which of the worker's: its path there, its name, or a table's fingerprint, which is the same wherever it is
         mounted; may be empty where it serves one.
     fingerprints: of the tables expected, by decoder layer (`ple_offload.spec.fingerprint`); a layer left out takes any.
@@ -77,7 +78,7 @@ class ConnectorConfig:
             ("staging", ("auto", "async", "mirror")),
             ("request", ("tokens", "rows")),
             ("output", ("stored", "values")),
-            ("route", ("auto", "host", "direct", "staged")),
+            ("route", ("auto", "host", "direct", "staged", "ipc")),
         ):
             if getattr(self, name) not in accepted:
                 raise UsageError(f"{name}: expected one of {', '.join(accepted)}, found {getattr(self, name)!r}.")

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ple_offload.connector import registry
-from ple_offload.connector.base import Inputs, PortSpec, Route, Transport
+from ple_offload.connector.base import DeviceMemory, Inputs, PortSpec, Route, Transport
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.inline import InlineTransport
 from ple_offload.connector.outputs import OutputPool
@@ -154,18 +154,23 @@ class PleOffloadConnector:
             raise
 
     def _make_route(self) -> Route | None:
-        """How rows reach a GPU; None on the CPU. "auto": `direct` with tables open here, else `staged`."""
+        """How rows reach a GPU; None on the CPU. "auto": `direct` with tables open here, else `staged`, never `ipc`."""
         wanted = self.config.route
         if self.device.type == "cpu":
             if wanted not in ("auto", "host"):
                 raise UsageError(f"route {wanted!r}: expected device 'cuda', found 'cpu'.")
             return None
         from ple_offload.connector.direct import DirectRoute
+        from ple_offload.connector.ipc import IpcRoute
         from ple_offload.connector.staged import StagedRoute
 
-        possible = "direct" if isinstance(self._transport, InlineTransport) else "staged"
-        if wanted not in ("auto", possible):
-            raise UsageError(f"route {wanted!r}: expected {possible!r} with worker address {self._address!r}.")
+        possible = ("direct",) if isinstance(self._transport, InlineTransport) else ("staged", "ipc")
+        if wanted not in ("auto", *possible):
+            raise UsageError(
+                f"route {wanted!r}: expected {' or '.join(map(repr, possible))} with worker address {self._address!r}."
+            )
+        if isinstance(self._transport, RemoteTransport) and wanted == "ipc":
+            return IpcRoute(self.config, self._ports, self._transport, self.device)
         if isinstance(self._transport, RemoteTransport):
             return StagedRoute(self.config, self._ports, self._transport, self.device)
         return DirectRoute(self.config, self._ports, self._tables or {}, self.device)
@@ -173,9 +178,20 @@ class PleOffloadConnector:
     def _connect(self) -> Transport:
         if self._address == "inline":
             return InlineTransport(self.config, self._ports, self._tables or {})
-        transport = RemoteTransport(self.config, self._ports, self._address, self._step, self.metrics)
+        transport = RemoteTransport(
+            self.config, self._ports, self._address, self._step, self.metrics, self._device_memory()
+        )
         self._step = transport.counted
         return transport
+
+    def _device_memory(self) -> DeviceMemory | None:
+        """What the worker of route `ipc` is to write; a new one for each connection."""
+        if self.config.route != "ipc" or self.device.type == "cpu":
+            return None
+        from ple_offload.connector.shared_memory import SharedMemory
+        from ple_offload.cuda import Cuda
+
+        return SharedMemory(Cuda(self.device))
 
     @property
     def facts(self) -> list[LayerFacts]:

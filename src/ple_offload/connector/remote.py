@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ple_offload.connector.base import Inputs, PortSpec
+from ple_offload.connector.base import DeviceMemory, Inputs, PortSpec
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.errors import ConnectionLostError, ForkError, ProtocolError, StepError, UsageError
 from ple_offload.formats import VALUE_DTYPES, RowFormat
@@ -58,6 +59,7 @@ class RemoteTransport:
     """See connector/base.py. The constructor returns once the session is ready, or raises and leaves nothing behind.
 
     step: the last one this rank has counted. `counted`: the last one any rank of its DP group has; steps go on from there.
+    memory: of a GPU, where the worker is to bring rows and flags instead of the region; closed by this transport.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class RemoteTransport:
         address: str,
         step: int = 0,
         counters: ConnectorCounters | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self._config = config
         self._address = address
@@ -79,6 +82,7 @@ class RemoteTransport:
         self._forked = False
         self._closing: str | None = None
         self._counters = counters or ConnectorCounters()
+        self.memory = memory
         self._waited_ns = 0  # on this connection
         self.worker = f"worker at {address}"
         try:
@@ -129,6 +133,10 @@ class RemoteTransport:
             for port, facts, row_format in zip(self._ports, self.facts, self._formats, strict=True)
         )
         self.layout = Layout.of(hello, token_bytes, rows_per_token)
+        if self.memory is not None:
+            device, handle = self.memory.share(self.layout)
+            self._resources.callback(self._close_memory, self.memory)
+            hello = msgspec.structs.replace(hello, device=device, handle=handle)
         region_fd, doorbell_fd = self._make_region()
         if not self._channel.send(hello, (region_fd, doorbell_fd)):
             raise ConnectionLostError(f"{self.worker}: it does not take the Hello.")
@@ -142,6 +150,12 @@ class RemoteTransport:
         self._heartbeat = np.uint64(heartbeat.address)
         self.counted: int = self._await(Ready, "every rank of the session", "ready_s")[0].step
         self._prepare_readers()
+
+    def _close_memory(self, memory: DeviceMemory) -> None:
+        """Close the GPU's memory; the worker closes the connection once it has let go of it."""
+        if not self._forked:  # else it is the parent's
+            self._channel.end()
+            memory.close(self._channel.peer_closed(self._limits.close_s))
 
     def _wish(self, port: PortSpec) -> LayerWish:
         output = "stored" if self._config.output == "stored" else port.dtype
@@ -396,7 +410,7 @@ class RemoteTransport:
     def _give_up(self, reason: str) -> None:
         """End the connection: whatever the worker writes from now on, nobody reads."""
         self._lost = f"{self.worker}: {reason}. Every step in flight has failed; `reconnect` starts a new connection."
-        self._channel.close()
+        self._channel.end()
         self._raise_if_lost()
 
     def _raise_if_lost(self) -> None:

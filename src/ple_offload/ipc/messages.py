@@ -23,7 +23,7 @@ import msgspec
 
 from ple_offload.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 32 << 10
 
 
@@ -86,6 +86,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     slots: int  # batches in flight
     context_len: int
     rows_per_token: int  # of request "rows", 0 for "tokens"
+    device: str = ""  # UUID of the GPU to whose memory the worker copies the rows; "" for none: they stay in the region
+    handle: bytes = b""  # of that memory (cuIpcGetMemHandle), laid out as Layout.on_device; b"" for none
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
