@@ -25,10 +25,10 @@ def pss_bytes(pid: int | str = "self") -> int:
 
 
 def baseline() -> dict[str, Any]:
-    from ple_offload import native
+    from ple_offload import config, native
     from ple_offload import table as _  # noqa: F401 (all that opening a table imports)
 
-    native.wake_up_us()
+    native.wake_up_us(config.num_threads())
     return {"pss_bytes": pss_bytes()}
 
 
@@ -77,7 +77,7 @@ def wake(pauses_us: str, rounds: str, patience_s: str) -> dict[str, Any]:
         plan = Plan(rounds=int(rounds), calls=50, warm_calls=5, call_pause_s=pause_us / 1e6)
         blocks = interleave({"region": lambda _: lambda: native._mark(marks)}, lambda: None, plan, calm)
         found["after_pause_us"][pause_us] = spread(blocks["region"])
-    found["wake_up_us"] = round(native.wake_up_us(), 1)
+    found["wake_up_us"] = round(native.wake_up_us(marks.size), 1)
     return found
 
 

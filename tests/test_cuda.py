@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="devices are torch's")
 
-from fake_cuda import NAMES, SHIFT, FakeDriver  # noqa: E402
+from fake_driver import NAMES, SHIFT, FakeDriver  # noqa: E402
 from ple_offload import CpuGpuSemaphore, cuda  # noqa: E402
 from ple_offload.errors import CudaError, UsageError  # noqa: E402
 
@@ -36,10 +36,10 @@ def test_every_call_is_made_under_the_device_whatever_the_current_one_is(fake: F
     gpu.write_value(1, 2, 3)
     gpu.attribute("integrated")
     registration.close()
-    assert len(fake.calls) == 5
+    assert len(fake.calls) == 6
     assert {call[2] for call in fake.calls} == {torch.device("cuda", 3)}
     assert fake.current == torch.device("cuda", 0)
-    assert fake.calls[3][1] == (cuda.ATTRIBUTES["integrated"], 3)
+    assert fake.calls[4][1] == (cuda.ATTRIBUTES["integrated"], 3)
 
 
 def test_ranges_are_rounded_to_pages_and_cut_into_chunks(fake: FakeDriver, gpu: cuda.Cuda) -> None:
@@ -155,17 +155,18 @@ def test_a_semaphore_signals_and_waits_in_stream_order(fake: FakeDriver, gpu: cu
         CpuGpuSemaphore(gpu, address + 4)
 
 
-def test_files_are_registered_only_where_that_leaves_them_clean(
-    fake: FakeDriver, gpu: cuda.Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_where_the_device_uses_host_page_tables_nothing_is_registered_and_it_is_said_once(
+    fake: FakeDriver, gpu: cuda.Cuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CudaError, match="no read-only registration"):
-        cuda.check_files_can_be_registered(gpu)
-    fake.attributes[cuda.ATTRIBUTES["read_only_host_register"]] = 1
-    monkeypatch.setattr(cuda, "kernel_driver_version", lambda: (565, 57))
-    with pytest.raises(CudaError, match=r"driver 565\.57 marks every page .*expected 570"):
-        cuda.check_files_can_be_registered(gpu)
-    monkeypatch.setattr(cuda, "kernel_driver_version", lambda: (580, 159))
-    cuda.check_files_can_be_registered(gpu)
+    monkeypatch.setattr(cuda, "_said", set())
+    fake.attributes[cuda.ATTRIBUTES["uses_host_page_tables"]] = 1
+    for read_only in (True, False):
+        registration = cuda.Registration(gpu, 5000, 2 * GIB, read_only=read_only)
+        assert registration.device_address == 5000
+        registration.close()
+    assert not fake.registered
+    assert {call[0] for call in fake.calls} == {"cuDeviceGetAttribute"}
+    assert caplog.text.count("untested") == 1
 
 
 def test_the_kernel_drivers_version_is_read_where_it_stands(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from ple_offload.formats.base import RowFormat
 from ple_offload.memory import memfd
 from ple_offload.memory.mapping import Mapping, collapse
 from ple_offload.spec import TableSpec
-from ple_offload.stores.base import RowMap, Segment
+from ple_offload.stores.base import Part, RowMap, Segment
 from ple_offload.table import Table
 
 VOCAB_SIZE, EOS = 248_320, 248_044
@@ -80,6 +80,15 @@ class MemoryStore:
 
     def ranges(self) -> list[tuple[int, int]]:
         return [(self._mapping.address, self._num_bytes)]
+
+    def parts(self) -> list[Part]:
+        return [Part(self.fd, (Segment(Path(f"/proc/self/fd/{self.fd}"), 0, 0, len(self.raw)),))]
+
+    def bring_in(self, threads: int) -> None:
+        """It is there."""
+
+    def absent_bytes(self) -> int:
+        return 0
 
     def check(self) -> None:
         """Sealed memory cannot change."""
@@ -185,7 +194,7 @@ class Worker:
             "kind": world.kind,
             "rows": world.wanted_rows,
             "huge": world.huge,
-            "threads": threads or world.table.threads,
+            "threads": threads or config.worker_threads(),
             "address": self.address,
             "lifeline": theirs.fileno(),
         }
@@ -236,6 +245,7 @@ def serve(options: dict[str, Any]) -> None:
     """What the worker process does."""
     from ple_offload.worker.server import PleOffloadWorker, Served
 
+    native.wait_without_spinning()
     lifeline = socket.socket(fileno=options["lifeline"])
     world = World.over(
         options["fd"], options["kind"], options["rows"], huge=options["huge"], threads=options["threads"]

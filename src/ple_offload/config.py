@@ -116,6 +116,12 @@ def num_threads() -> int:
     return settings().threads or usable_cpus()
 
 
+def worker_threads() -> int:
+    """The same for a worker process: one core in eight is left to the engines beside it."""
+    cpus = usable_cpus()
+    return settings().threads or cpus - cpus // 8
+
+
 def usable_cpus(root: Path = Path("/")) -> int:
     """CPUs in this process's affinity, at most as many as the cgroup quota pays for (rounded up), never 0.
 

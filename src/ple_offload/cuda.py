@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 30  # of one registration: some drivers refuse larger ones
 PAGE_BYTES = 4096
-# Before this driver, unregistering page cache marked every page dirty, even if it was registered for reading only.
-MIN_DRIVER_FOR_FILES = (570, 0)
 
 HANDLE_BYTES = 64  # of device memory that another process may open
 LOOK_EVERY_S = 0.0001  # at a stream that somebody waits for
@@ -54,6 +53,7 @@ ATTRIBUTES = {
 }
 
 _driver: Any = None
+_said: set[str] = set()
 
 
 def set_driver(driver: Any) -> Any:
@@ -103,7 +103,7 @@ class Cuda:
             device, activate = torch.device("cuda", self._ordinal), torch.cuda.device
             with activate(device):
                 torch.zeros(1, device=device)  # the primary context
-        self.device = device
+        self.device: Any = device
         self._activate = activate
 
     @contextlib.contextmanager
@@ -121,6 +121,22 @@ class Cuda:
         return _uuid(self._call("cuDeviceGetUuid", self._ordinal))
 
     # ---- host memory
+
+    @cached_property
+    def reads_host_memory(self) -> bool:
+        """Whether the device goes through the host's page tables (GB10, Grace): nothing is registered there.
+
+        Untested: no such machine was at hand. Said once in a process.
+        """
+        shared = bool(self.attribute("uses_host_page_tables"))
+        if shared and "host page tables" not in _said:
+            _said.add("host page tables")
+            log.warning(
+                "%s uses the host's page tables: memory is not page-locked but read as it is mapped. This is untested; "
+                "compare what you get with an ordinary lookup.",
+                self.device,
+            )
+        return shared
 
     def register_host(self, address: int, num_bytes: int, *, read_only: bool) -> None:
         flags = _PORTABLE | _DEVICE_MAP | (_READ_ONLY if read_only else 0)
@@ -323,13 +339,17 @@ class CpuGpuSemaphore:
 class Registration:
     """Host memory registered with the driver, without replacing its storage; page-rounded, in chunks.
 
-    device_address is where the device sees `address`. Raises CudaError and leaves nothing registered behind. `close` may be
+    device_address is where the device sees `address`. Where it uses the host's page tables that is the same, and nothing is
+    registered. Raises CudaError and leaves nothing registered behind. `close` may be
     called twice, once nothing can touch the memory any more; what it cannot unregister is logged.
     """
 
     def __init__(self, cuda: Cuda, address: int, num_bytes: int, *, read_only: bool) -> None:
         self._cuda = cuda
         self._chunks: list[int] = []
+        self.device_address = address
+        if cuda.reads_host_memory:
+            return
         first = address // PAGE_BYTES * PAGE_BYTES
         end = -(-(address + num_bytes) // PAGE_BYTES) * PAGE_BYTES
         try:
@@ -351,18 +371,6 @@ class Registration:
     def close(self) -> None:
         while self._chunks:
             quietly(self._cuda.unregister_host, self._chunks.pop())
-
-
-def check_files_can_be_registered(cuda: Cuda) -> None:
-    """Raise CudaError where the page cache of a file cannot be registered without harm."""
-    if not cuda.attribute("read_only_host_register"):
-        raise CudaError(f"{cuda.device}: no read-only registration of host memory. Use tier 'ram' or route 'staged'.")
-    found = kernel_driver_version()
-    if found is not None and found < MIN_DRIVER_FOR_FILES:
-        raise CudaError(
-            f"{cuda.device}: NVIDIA driver {found[0]}.{found[1]} marks every page of a registered file dirty; expected "
-            f"{MIN_DRIVER_FOR_FILES[0]} or later. Use tier 'ram' or route 'staged', or a newer driver."
-        )
 
 
 def kernel_driver_version(root: str = "/") -> tuple[int, int] | None:

@@ -94,20 +94,40 @@ def cache_problem() -> str | None:
 
 
 @contextlib.contextmanager
-def parallel_turn() -> Iterator[bool]:
-    """Yield True to the one thread that may run a parallel kernel now, False to any other; never waits.
+def parallel_turn(threads: int) -> Iterator[int]:
+    """Yield how many threads the kernel may use: `threads` for the thread whose turn it is, 1 for any other; never waits.
 
-    Never True in a forked child of a process that ran one: the child computes on one thread.
+    Always 1 in a forked child of a process that ran a parallel kernel: the child computes on one thread. The team is no
+    larger than asked: numba's own has a thread for every core, and each would have to come to the end of the kernel, also
+    the one whose core somebody else keeps busy.
     """
     global _threads_pid
-    mine = _turn.acquire(blocking=False)
+    mine = threads > 1 and _turn.acquire(blocking=False)
+    if not mine:
+        yield 1
+        return
+    before = numba.get_num_threads()
     try:
-        if mine and _threads_pid is None:
+        if _threads_pid is None:
             _threads_pid = pid
-        yield mine and _threads_pid == pid
+        if _threads_pid != pid:
+            yield 1
+            return
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        yield threads
     finally:
-        if mine:
-            _turn.release()
+        numba.set_num_threads(before)
+        _turn.release()
+
+
+def wait_without_spinning() -> None:
+    """Let threads that have nothing to do sleep instead of spin, unless the environment says otherwise.
+
+    For worker processes, before anything parallel has run: OpenMP's threads spin by default, which takes the cores of the
+    engine beside them, and a thread that does not get its core holds up all others (measured: 10 ms a step instead of 1).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # some 20 us: hashing and gathering follow each other closely
 
 
 # This process; kept right by a hook, because every lookup compares it and asking the kernel takes as long as a lock.
@@ -133,20 +153,19 @@ def check_not_forked(owner_pid: int, what: str) -> None:
         )
 
 
-_wake_up_us: float | None = None
+_wake_up_us: dict[int, float] = {}  # by threads
 
 
-def wake_up_us() -> float:
+def wake_up_us(threads: int) -> float:
     """Least cost of one parallel region whose threads have slept, in microseconds; measured once (about 20 ms).
 
     The least of several, because a busy machine adds whole scheduler quanta that have nothing to do with waking.
     """
-    global _wake_up_us
-    if _wake_up_us is None:
-        with parallel_turn() as mine, _openmp_threads_kept():
-            if not mine:  # another thread computes just now: a cautious answer, not kept
+    if threads not in _wake_up_us:
+        with _openmp_threads_kept(), parallel_turn(threads) as mine:
+            if mine == 1:  # another thread computes just now: a cautious answer, not kept
                 return MAX_WAKE_UP_US
-            marks = np.zeros(numba.get_num_threads(), np.int64)
+            marks = np.zeros(threads, np.int64)
             _mark(marks)
             samples = []
             for _ in range(9):
@@ -154,8 +173,8 @@ def wake_up_us() -> float:
                 start = time.perf_counter()
                 _mark(marks)
                 samples.append((time.perf_counter() - start) * 1e6)
-        _wake_up_us = min(*samples, MAX_WAKE_UP_US)
-    return _wake_up_us
+        _wake_up_us[threads] = min(*samples, MAX_WAKE_UP_US)
+    return _wake_up_us[threads]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -106,18 +107,19 @@ class CheckpointSpec:
         return matching[0]
 
 
-def fingerprint(table: TableSpec, samples: int = 64) -> str:
+def fingerprint(table: TableSpec, samples: int = 64, files: Mapping[Path, int] | None = None) -> str:
     """A table's identity, from its rule, its shape and the bytes of `samples` rows spread over it; 32 hex digits.
 
     The same for any copy or packing of a table; another quantisation of the same model gives another one. Reads the
-    sampled rows from the files. Raises CheckpointError when they cannot be read.
+    sampled rows from the files. files: descriptors to read through in the place of paths. Raises CheckpointError when they
+    cannot be read.
     """
     digest = hashlib.sha256(repr((table.family, table.format, table.layer, table.num_rows)).encode())
     wanted = sorted({i * (table.num_rows - 1) // max(1, samples - 1) for i in range(samples)})
     for segment in table.segments:
         inside = [row for row in wanted if 0 <= row - segment.first_row < segment.num_rows]
         if inside:
-            with open_file(segment.path) as fd:
+            with open_file(segment.path) if files is None else nullcontext(files[segment.path]) as fd:
                 for row in inside:
                     offset = segment.offset + (row - segment.first_row) * table.row_bytes
                     digest.update(read_bytes(fd, segment.path, offset, table.row_bytes))

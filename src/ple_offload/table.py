@@ -30,7 +30,7 @@ from ple_offload.memory import sigbus
 from ple_offload.memory.limits import require_memory
 from ple_offload.progress import ByteProgress
 from ple_offload.spec import TableSpec, inspect
-from ple_offload.stores import FileStore, RamStore, Store
+from ple_offload.stores import FileStore, Part, RamStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -127,9 +127,9 @@ class Table:
         self._next_check_s = 0.0
         # rows from which a parallel gather pays: sharing must save more time than the waking takes
         saved_us = ROW_US[store.tier] * (1 - 1 / threads)
-        self.parallel_rows = math.ceil(native.wake_up_us() / saved_us) if threads > 1 else sys.maxsize
+        self.parallel_rows = math.ceil(native.wake_up_us(threads) / saved_us) if threads > 1 else sys.maxsize
         saved_us = HASH_US * (1 - 1 / threads)
-        self.parallel_tokens = math.ceil(native.wake_up_us() / saved_us) if threads > 1 else sys.maxsize
+        self.parallel_tokens = math.ceil(native.wake_up_us(threads) / saved_us) if threads > 1 else sys.maxsize
         self.prepare(spec.format.value_dtype)
 
     # ---- facts ----------------------------------------------------------------------------------------------------
@@ -168,6 +168,15 @@ class Table:
             self.spec.format.scale,
             self.tier,
         )
+
+    def parts(self) -> list[Part]:
+        """What another process maps to read this table itself; StoreError when its rows can no longer be trusted."""
+        self._next_check_s = 0.0  # look now
+        self._enter()
+        try:
+            return self.store.parts()
+        finally:
+            self._leave()
 
     # ---- lookups --------------------------------------------------------------------------------------------------
 
@@ -235,11 +244,16 @@ class Table:
         rows = np.empty((0, self.rows_per_token), np.int64)
         context = np.empty((0, self.context_len), np.int64)
         if self.threads > 1:
-            with native.parallel_turn() as mine:
-                gather.run(none, nothing, self.threads if mine else 1)
-                self.spec.family.row_numbers(none, starts, context, rows, self.threads if mine else 1)
+            with native.parallel_turn(self.threads) as shares:
+                gather.run(none, nothing, shares)
+                self.spec.family.row_numbers(none, starts, context, rows, shares)
         self.spec.family.row_numbers(none, starts, context, rows)
         bad_query_start_loc(starts, 0)
+
+    def check(self) -> None:
+        """Raise StoreError when the rows can no longer be trusted, for readers that do without `gather` and `lookup`."""
+        self._enter()
+        self._leave()
 
     def close(self) -> None:
         """Wait for the lookups that are running, then release the memory; safe to call twice."""
@@ -305,8 +319,8 @@ class Table:
         if len(out) < self.parallel_tokens:
             bad = family.row_numbers(ids, starts, context, out)
         else:
-            with native.parallel_turn() as mine:
-                bad = family.row_numbers(ids, starts, context, out, self.threads if mine else 1)
+            with native.parallel_turn(self.threads) as shares:
+                bad = family.row_numbers(ids, starts, context, out, shares)
         if bad >= 0:
             num_tokens = int(starts[-1])
             if bad < num_tokens:
@@ -335,8 +349,8 @@ class Table:
             if rows.size < self.parallel_rows:
                 bad = gather.run(rows, values, 1, readers)
             else:
-                with native.parallel_turn() as mine:
-                    bad = gather.run(rows, values, self.threads if mine else 1, readers)
+                with native.parallel_turn(self.threads) as shares:
+                    bad = gather.run(rows, values, shares, readers)
         finally:
             self._leave()
         if bad == FAULTED or (sigbus.count() != faults and self.tier == "file"):

@@ -89,6 +89,15 @@ def test_a_device_that_is_not_there(device: str, checkpoint: Path, capsys: pytes
     assert printed.err.count("\n") == 1
 
 
+def test_routes(checkpoint: Path, ordinary_tokens: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    """Routes other than the host's are for a GPU."""
+    arguments = ["generate", str(checkpoint), "--tokens", "5,6,7,8", "--max-new-tokens", "12", "--route"]
+    assert main([*arguments, "host"]) == 0
+    assert capsys.readouterr().out == ",".join(map(str, ordinary_tokens)) + "\n"
+    assert main([*arguments, "staged"]) == 2
+    assert "--route staged: expected a GPU, found --device cpu" in capsys.readouterr().err
+
+
 def test_a_bad_token_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(checkpoint), "--tokens", "5,1000"]) == 2
     assert "--tokens: id 1000 at position 1" in capsys.readouterr().err

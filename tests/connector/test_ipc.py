@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the client's devices are torch's")
 
 from connector.rig import Inputs, Made, Rank, make, random_inputs, reference, same_bytes  # noqa: E402
-from fake_cuda import NAMES, FakeDriver  # noqa: E402
+from fake_driver import NAMES, FakeDriver  # noqa: E402
 from ple_offload import cuda  # noqa: E402
 from ple_offload.connector import ConnectorConfig  # noqa: E402
 from ple_offload.connector.base import PortSpec  # noqa: E402

@@ -25,7 +25,7 @@ pytest.importorskip(
 
 from ple_offload.connector.config import Limits  # noqa: E402
 from ple_offload.engines import transformers as engine  # noqa: E402
-from ple_offload.engines.remote import _pieces  # noqa: E402
+from ple_offload.engines.tables import _pieces  # noqa: E402
 from ple_offload.errors import (  # noqa: E402
     ConnectionLostError,
     ProtocolError,

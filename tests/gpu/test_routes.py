@@ -76,13 +76,17 @@ def write(folder: Path, dtype: str, seed: int = 0) -> Path:
 
 
 class Engine:
-    """A model of one PLE layer on the GPU, its sources, and the plain table to compare with."""
+    """A model of one PLE layer on the GPU, its sources, and the plain table to compare with.
+
+    route: "direct-<tier>" of tables open here; "staged-", "ipc-", "lent-" (direct) and "auto-" of a worker, with
+    "mirror" (sources on the CPU) or "async".
+    """
 
     def __init__(
         self, path: Path, route: str, worker: SpawnedWorker | None, *, slots: int = 2, limits: Limits | None = None
     ) -> None:
         kind, detail = route.split("-")
-        self.on_device = kind == "direct" or detail == "async"
+        self.on_device = detail != "mirror"
         place = "cuda" if self.on_device else "cpu"
         self.ids = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=place)
         self.starts = torch.zeros(MAX_REQS + 1, dtype=torch.int32, device=place)
@@ -97,7 +101,7 @@ class Engine:
                 session=f"{route}-{id(self)}",
                 max_concurrent_batches=slots,
                 staging="async",
-                route=kind,
+                route="direct" if kind == "lent" else kind,
                 limits=limits or Limits(),
             ),
             torch.nn.ModuleList([self.layer]),

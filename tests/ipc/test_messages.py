@@ -21,23 +21,24 @@ number = st.integers(-(1 << 63), (1 << 64) - 1)
 
 
 def records() -> st.SearchStrategy[Message]:
+    facts = st.builds(
+        messages.LayerFacts,
+        number,
+        text,
+        *[number] * 3,
+        *[number] * 3,
+        text,
+        st.none() | st.floats(allow_nan=False),
+    )
     of_type = {
         int: number,
         str: text,
         bytes: st.binary(max_size=80),
+        messages.LayerFacts: facts,
+        dict[str, int]: st.dictionaries(text, number, max_size=3),
+        list[tuple[int, int, int]]: st.lists(st.tuples(number, number, number), max_size=3),
         list[messages.LayerWish]: st.lists(st.builds(messages.LayerWish, number, text, text), max_size=3),
-        list[messages.LayerFacts]: st.lists(
-            st.builds(
-                messages.LayerFacts,
-                number,
-                text,
-                *[number] * 3,
-                *[number] * 3,
-                text,
-                st.none() | st.floats(allow_nan=False),
-            ),
-            max_size=3,
-        ),
+        list[messages.LayerFacts]: st.lists(facts, max_size=3),
     }
     built = []
     for record in RECORDS:

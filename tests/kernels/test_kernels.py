@@ -19,6 +19,7 @@ if not ON_GPU:
 pytest.importorskip("triton", reason="Triton kernels need triton (extra `cuda`)")
 
 from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAILED, TIMED_OUT, Drain  # noqa: E402
+from ple_offload.connector.rows_triton import take_rows  # noqa: E402
 from ple_offload.families.qwen_ple import QwenPle  # noqa: E402
 from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice  # noqa: E402
 from ple_offload.formats.base import VALUE_DTYPES, RowFormat  # noqa: E402
@@ -108,6 +109,27 @@ def test_a_bad_id_is_reported_and_gets_no_row(place: int, value: int) -> None:
     assert (out[: place if place else 0] >= 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_row_numbers_that_are_given(dtype: torch.dtype) -> None:
+    """Those behind the step's tokens are not looked at; the first token with a bad one is told."""
+    given = np.random.default_rng(0).integers(0, 100, (40, 12))
+    given[30:] = 10**6
+    size = torch.tensor([7 << 32 | 30], device=DEVICE)
+    for place, value in ((None, 0), (3, -1), (29, 100)):
+        rows = given.copy()
+        if place is not None:
+            rows[place, 5] = value
+            rows[29, 11] = -2
+        out = torch.full((40, 12), -7, device=DEVICE)
+        bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
+        (source,) = on_device(rows, dtype=dtype)
+        take_rows(source, size, out, bad, 100)
+        right = np.where((rows[:30] < 0) | (rows[:30] >= 100), -2, rows[:30])
+        assert np.array_equal(out[:30].cpu().numpy(), right)
+        assert (out[30:] == -1).all()
+        assert bad.item() == (NO_BAD_ID if place is None else place)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("dtype", "row_dim", "counts"),
@@ -160,7 +182,7 @@ def test_words_are_as_wide_as_the_alignment_allows() -> None:
     assert word_bytes(160, np.array([2656, 8], np.uint64), 1) == 8
     assert word_bytes(160, np.array([2656, 12], np.uint64), 1) == 4
     assert word_bytes(5, np.array([1], np.uint64), 1) == 1
-    with pytest.raises(ValueError, match="multiples of 1 bytes, their codes have 2"):
+    with pytest.raises(ValueError, match=r"at multiples of 2 bytes.*found multiples of 1\."):
         word_bytes(320, np.array([3], np.uint64), 2)
 
 

@@ -265,7 +265,7 @@ s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.settimeout(10)
 s.connect({path!r})
 try:
-    s.send(bytes.fromhex("83a474797065a341736ba776657273696f6e01aa636865636b706f696e74a0"))
+    s.send(bytes.fromhex("83a474797065a341736ba776657273696f6e02aa636865636b706f696e74a0"))
 except OSError:
     pass
 print(s.recv(32768))

@@ -25,6 +25,7 @@ AT_ONCE = 50  # connections open at the same time
 
 TEMPLATES: list[dict[str, Any]] = [
     {"type": "Ask", "version": 2, "checkpoint": ""},
+    {"type": "Borrow", "version": 2, "checkpoint": "", "layer": 1, "fingerprint": "", "part": 0},
     hello(session="fuzz"),
     hello(session="fuzz", dp_size=2, tp_size=2, tp_rank=1),
     hello(

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ple_offload import __version__
-from ple_offload.cli import host
+from ple_offload.cli import gpu, host
 from ple_offload.cli.common import add_json, gib, print_facts, print_json
-from ple_offload.config import default_socket, settings, usable_cpus, variable
+from ple_offload.config import default_socket, num_threads, settings, usable_cpus, variable
 from ple_offload.errors import MemoryLimitError, PleOffloadError
 
-HELP = "memory, limits, huge pages, disk; which tier would be chosen, why, and what to change"
+HELP = "memory, limits, huge pages, disk, GPU; which tier and route would be chosen, why, and what to change"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +48,7 @@ def collect(path: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     report["processors"] = processor_facts(advice)
     report["compiled code"] = compiled_code_facts(advice)
     report["workers"] = worker_facts(advice)
+    report.update(gpu.sections(advice))
     if path is not None:
         report.update(checkpoint_facts(path, advice))
     return report, advice
@@ -147,7 +148,9 @@ def compiled_code_facts(advice: list[str]) -> dict[str, Any]:
         advice.append(f"compiled code: numba cannot be imported ({error}); run pip install --upgrade ple-offload")
         return {"threading layer": None, "wake-up": None, "cache": None}
 
-    wake_up_us = native.wake_up_us()  # runs a parallel kernel: only then is the threading layer chosen
+    wake_up_us = native.wake_up_us(
+        max(2, num_threads())
+    )  # runs a parallel kernel: only then is the threading layer chosen
     layer = numba.threading_layer()
     if layer == "workqueue":
         advice.append(

@@ -35,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--tokens", metavar="IDS", help="token ids to continue, as in 1,2,3")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="default: 32")
     parser.add_argument("--device", default="cpu", help="device of the model as torch spells it (default: cpu)")
+    parser.add_argument(
+        "--route",
+        default="auto",
+        metavar="R",
+        help="how rows reach a GPU: direct (the GPU reads this process's tables), staged (the worker gathers, the GPU "
+        "drains), ipc (the worker copies into the GPU's memory), host (a lookup on the CPU and a copy), auto (what works, "
+        "default)",
+    )
     add_tier(parser)
     add_worker(parser)
     add_json(parser)
@@ -49,6 +57,8 @@ def run(args: argparse.Namespace) -> None:
     require_transformers("generate")
     quiet_transformers()
     device = usable_device(args.device)
+    if device.type != "cuda" and args.route not in ("auto", "host"):
+        raise UsageError(f"--route {args.route}: expected a GPU, found --device {args.device}; add --device cuda")
     import ple_offload
 
     spec = ple_offload.inspect(args.path)
@@ -64,6 +74,7 @@ def run(args: argparse.Namespace) -> None:
         spec.path,
         tier=args.tier,
         worker=args.worker,
+        route=args.route,
         progress=show_progress() and worker_kind(args.worker) != "unix",
         skip_memory_check=args.skip_memory_check or None,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
-from ple_offload.errors import StepError
+from ple_offload.errors import PleOffloadError, UsageError
 from ple_offload.ipc.messages import LayerFacts
 from ple_offload.ipc.region import Layout
 
@@ -33,6 +33,15 @@ class PortSpec:
     embed_dim: int
 
 
+def check_width(port: PortSpec, table_width: int) -> None:
+    """UsageError for a layer whose output is not as wide as a token's rows are together."""
+    if port.embed_dim != table_width:
+        raise UsageError(
+            f"layer {port.layer}: expected an output of {table_width} elements a token, as the table has, found "
+            f"{port.embed_dim}."
+        )
+
+
 @dataclass
 class Inputs:
     """A step's input arrays: of a slot, all int64, or of the sources. `row_numbers` has one entry per layer."""
@@ -46,12 +55,17 @@ class Inputs:
 class Route(Protocol):
     """How rows reach a layer on a GPU. Calls are made under any current device; only `make_room` and `close` wait for it.
 
-    One step: `make_room` for host sources, `stage` for device sources -> `begin` -> in the forward, for each layer, `start`
-    and `finish` -> `error` once the step is done on the device -> `release`.
+    One step: `asks_worker`; if so, `make_room` for host sources, `stage` for device sources -> `begin` -> in the forward,
+    for each layer, `start` and `finish` -> `error` once the step is done on the device -> `release`.
     """
 
     name: str
-    asks_worker: bool  # False: the forward itself has all it needs, a step is only counted
+
+    def asks_worker(self, step: int, num_tokens: int) -> bool:
+        """Whether the step is to be published; else the forward itself has all it needs. Asked once for each real step.
+
+        The same on every rank of a DP group.
+        """
 
     def make_room(self, step: int) -> None:
         """Wait, within the limits, until the host may write the step's slot."""
@@ -59,7 +73,7 @@ class Route(Protocol):
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
         """Copy device sources into the step's slot and announce it, in stream order."""
 
-    def begin(self, step: int, num_tokens: int, dummy: bool) -> None:
+    def begin(self, step: int, num_reqs: int, num_tokens: int, dummy: bool) -> None:
         """The next forward on the current stream is this step's; a dummy's rows are zeros where the route decides them."""
 
     def start(
@@ -70,7 +84,7 @@ class Route(Protocol):
     def finish(self, index: int, num_rows: int) -> torch.Tensor:
         """Inside the forward: the layer's rows [num_rows, embed_dim], a fresh tensor. May be captured in a graph."""
 
-    def error(self, step: int) -> StepError | None:
+    def error(self, step: int) -> PleOffloadError | None:
         """Why a step that is done on the device delivered NaN, or None."""
 
     def release(self, step: int) -> None:

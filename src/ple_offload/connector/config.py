@@ -48,9 +48,10 @@ class ConnectorConfig:
         sources, one batch at a time; "auto" decides by the sources' device.
     request: "tokens" sends token ids, the worker hashes; "rows" sends row numbers.
     output: how rows travel: "stored" as their bytes, decoded by the reader; "values" decoded by the worker.
-    route: how rows reach a GPU: "direct", the GPU reads host memory of tables open in this process; "staged", the worker
-        gathers and the GPU drains; "ipc", the worker copies what it gathered into the GPU's memory, never chosen by "auto";
-        "auto" the one that the address allows. On the CPU there is one, "host".
+    route: how rows reach a GPU: "direct", the GPU reads host memory of tables that are open in this process or lent by the
+        worker; "staged", the worker gathers and the GPU drains; "ipc", the worker copies what it gathered into the GPU's
+        memory; "auto" measures the first two and takes each for the steps it is faster for, or the one that works here. On
+        the CPU there is one, "host".
     checkpoint: which of the worker's: its path there, its name, or a table's fingerprint, which is the same wherever it is
         mounted; may be empty where it serves one.
     fingerprints: of the tables expected, by decoder layer (`ple_offload.spec.fingerprint`); a layer left out takes any.

@@ -22,13 +22,14 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from ple_offload.connector import registry
-from ple_offload.connector.base import DeviceMemory, Inputs, PortSpec, Route, Transport
+from ple_offload.connector.base import Inputs, PortSpec, Route, Transport, check_width
+from ple_offload.connector.choose import RouteReport, require_triton
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.inline import InlineTransport
 from ple_offload.connector.outputs import OutputPool
@@ -39,6 +40,9 @@ from ple_offload.formats import VALUE_DTYPES
 from ple_offload.ipc.messages import LayerFacts
 from ple_offload.metrics import ConnectorCounters
 from ple_offload.table import Table
+
+if TYPE_CHECKING:
+    from ple_offload.connector.routes import GpuRoutes
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +77,7 @@ class Step:
 class PleOffloadConnector:
     """See the module.
 
-    model: any module that contains `PleOffloadLayer`s. device: where their outputs are wanted; this release: the CPU.
+    model: any module that contains `PleOffloadLayer`s. device: where their outputs are wanted, the CPU or an NVIDIA GPU.
     address: "unix:/path" or "unix:@name" of a worker, or "inline" with `tables` open in this process, by decoder layer.
     The sources are read by every `prepare_forward` and must stay the same tensors. Shapes and dtypes: see `Sources`.
 
@@ -122,18 +126,21 @@ class PleOffloadConnector:
         self._unreported: PleOffloadError | None = None
         self._failures: dict[int, PleOffloadError] = {}
         self._closed = False
+        self._sources = Sources(input_ids_source, query_start_loc_source, ngram_context_source, row_numbers_source)
         self._route: Route | None = None
+        self._gpu: GpuRoutes | None = None
+        if self.device.type == "cuda":
+            require_triton()
+            from ple_offload.connector.routes import GpuRoutes
+
+            self._gpu = GpuRoutes(config, ports, self._sources, self.device)
+        elif config.route not in ("auto", "host"):
+            raise UsageError(f"route {config.route!r}: expected device 'cuda', found 'cpu'.")
         self._transport = self._connect()
         try:
             facts = {port.layer: fact for port, fact in zip(ports, self._transport.facts, strict=True)}
             for port in ports:
-                width = facts[port.layer].rows_per_token * facts[port.layer].row_dim
-                if port.embed_dim != width:
-                    raise UsageError(
-                        f"layer {port.layer}: expected an output of {width} elements a token, as the table has, "
-                        f"found {port.embed_dim}."
-                    )
-            self._sources = Sources(input_ids_source, query_start_loc_source, ngram_context_source, row_numbers_source)
+                check_width(port, facts[port.layer].rows_per_token * facts[port.layer].row_dim)
             context_len = next(iter(facts.values())).context_len
             self._sources.check(
                 config, context_len, {layer: fact.rows_per_token for layer, fact in facts.items()}, self.device
@@ -144,7 +151,6 @@ class PleOffloadConnector:
             elif config.staging == "mirror":
                 raise UsageError("staging 'mirror': expected CPU sources, found sources on a device.")
             self.staging = staging = ("mirror" if on_cpu else "async") if config.staging == "auto" else config.staging
-            self._route = self._make_route()
             self._depth = 1 if staging == "mirror" else config.max_concurrent_batches
             for index, layer in enumerate(self._layers):
                 registry.add(layer.number, self, index)
@@ -153,45 +159,22 @@ class PleOffloadConnector:
             self.close()
             raise
 
-    def _make_route(self) -> Route | None:
-        """How rows reach a GPU; None on the CPU. "auto": `direct` with tables open here, else `staged`, never `ipc`."""
-        wanted = self.config.route
-        if self.device.type == "cpu":
-            if wanted not in ("auto", "host"):
-                raise UsageError(f"route {wanted!r}: expected device 'cuda', found 'cpu'.")
-            return None
-        from ple_offload.connector.direct import DirectRoute
-        from ple_offload.connector.ipc import IpcRoute
-        from ple_offload.connector.staged import StagedRoute
-
-        possible = ("direct",) if isinstance(self._transport, InlineTransport) else ("staged", "ipc")
-        if wanted not in ("auto", *possible):
-            raise UsageError(
-                f"route {wanted!r}: expected {' or '.join(map(repr, possible))} with worker address {self._address!r}."
-            )
-        if isinstance(self._transport, RemoteTransport) and wanted == "ipc":
-            return IpcRoute(self.config, self._ports, self._transport, self.device)
-        if isinstance(self._transport, RemoteTransport):
-            return StagedRoute(self.config, self._ports, self._transport, self.device)
-        return DirectRoute(self.config, self._ports, self._tables or {}, self.device)
-
     def _connect(self) -> Transport:
-        if self._address == "inline":
-            return InlineTransport(self.config, self._ports, self._tables or {})
-        transport = RemoteTransport(
-            self.config, self._ports, self._address, self._step, self.metrics, self._device_memory()
-        )
-        self._step = transport.counted
+        """Reach the tables; on a GPU, sets the route as well, which must be known when ranks agree on their steps."""
+        if self._gpu is not None:
+            transport, self._route = self._gpu.open(self._address, self._tables or {}, self._step, self.metrics)
+        elif self._address == "inline":
+            transport = InlineTransport(self.config, self._ports, self._tables or {})
+        else:
+            transport = RemoteTransport(self.config, self._ports, self._address, self._step, self.metrics)
+        if isinstance(transport, RemoteTransport):
+            self._step = transport.counted
         return transport
 
-    def _device_memory(self) -> DeviceMemory | None:
-        """What the worker of route `ipc` is to write; a new one for each connection."""
-        if self.config.route != "ipc" or self.device.type == "cpu":
-            return None
-        from ple_offload.connector.shared_memory import SharedMemory
-        from ple_offload.cuda import Cuda
-
-        return SharedMemory(Cuda(self.device))
+    @property
+    def route_report(self) -> RouteReport:
+        """Which route rows take to the device, why, and what was measured."""
+        return RouteReport("host", "the device is the CPU") if self._gpu is None else self._gpu.report
 
     @property
     def facts(self) -> list[LayerFacts]:
@@ -231,12 +214,12 @@ class PleOffloadConnector:
             self._release_up_to(self._flight[0].number - 1 if self._flight else step.number - 1)
             self._publish(step, num_reqs)
         if self._route is not None:
-            self._route.begin(step.number, step.num_tokens, dummy_run)
+            self._route.begin(step.number, num_reqs, step.num_tokens, dummy_run)
         self._flight.append(step)
         return step.number
 
     def _publish(self, step: Step, num_reqs: int) -> None:
-        if self._route is not None and not self._route.asks_worker:
+        if self._route is not None and not self._route.asks_worker(step.number, step.num_tokens):
             return
         if self._route is not None and not self._on_cpu:
             if self.config.tp_rank == 0:
@@ -278,7 +261,7 @@ class PleOffloadConnector:
             raise UsageError(f"num_tokens: expected 0 to {self.config.max_num_tokens}, found {num_tokens}.")
         self._dummies.append(Step(0, num_tokens, dummy=True))
         if self._route is not None:
-            self._route.begin(self._step, num_tokens, dummy=True)
+            self._route.begin(self._step, 0, num_tokens, dummy=True)
 
     def deliver(self, index: int, num_rows: int) -> torch.Tensor:
         """The rows of the `index`-th layer for its next step: a fresh tensor [num_rows, embed_dim].
@@ -379,12 +362,7 @@ class PleOffloadConnector:
             if wanted in (None, step.number) and step.error is None and self._route is not None:
                 error = self._route.error(step.number)
                 if error is not None:
-                    try:
-                        if isinstance(self._transport, RemoteTransport):
-                            self._transport.explain(step.number)
-                        self._fail(step, error)
-                    except PleOffloadError as reason:
-                        self._fail(step, reason)
+                    self._fail(step, error)
 
     def _fail(self, step: Step, error: PleOffloadError) -> None:
         step.error = error
@@ -415,10 +393,7 @@ class PleOffloadConnector:
         if self._closed:
             raise UsageError("the connector is closed.")
         self._address = self._address if address is None else address
-        if self._route is not None:
-            self._route.close()
-            self._route = None
-        self._transport.close()
+        self._disconnect()
         self.metrics.reconnects += 1
         for step in self._flight:
             if step.error is None and not step.dummy and len(step.taken) < len(self._layers):
@@ -428,7 +403,14 @@ class PleOffloadConnector:
         self._unreported = None
         self._released = 0
         self._transport = self._connect()
-        self._route = self._make_route()
+
+    def _disconnect(self) -> None:
+        if self._route is not None:
+            self._route.close()
+            self._route = None
+        self._transport.close()
+        if self._gpu is not None:
+            self._gpu.close()
 
     def close(self) -> None:
         """Stop the transport, then free its memory; safe to call twice, at exit, and after a constructor that failed."""
@@ -438,9 +420,7 @@ class PleOffloadConnector:
         for layer in self._layers:
             registry.remove(layer.number, self)
         _open.discard(self)
-        if self._route is not None:
-            self._route.close()
-        self._transport.close()
+        self._disconnect()
         self._flight.clear()
 
     def __enter__(self) -> PleOffloadConnector:

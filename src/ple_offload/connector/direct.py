@@ -1,27 +1,32 @@
 """Route `direct`: the GPU reads the rows itself, from host memory registered with the driver for reading only.
 
-Nothing of the host takes part in a step. The rows are where the open table has them: in sealed memory (tier `ram`), or in
+Nothing of the host takes part in a step. The rows are where an open table has them: in sealed memory (tier `ram`), or in
 the page cache of the checkpoint's own files (tier `file`: nothing is copied, and any number of engine processes share the
-one copy). Inside the forward, `start` forks a side stream that computes row numbers and gathers, and `finish` joins it;
-both can be captured in a CUDA graph.
+one copy). The table is open in this process, or lent by a worker, whose end changes nothing then. Inside the forward,
+`start` forks a side stream that computes row numbers and gathers, and `finish` joins it; both can be captured in a CUDA
+graph.
 
-A bad id cannot be refused before the step runs: its token gets NaN, its position goes to a word of the host's, and `check`
-raises once the step is done.
+A bad id or row number cannot be refused before the step runs: its token gets NaN, its position goes to a word of the
+host's, and `check` raises once the step is done.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ple_offload.connector.base import PortSpec
+from ple_offload.config import num_threads
+from ple_offload.connector.base import PortSpec, check_width
+from ple_offload.connector.choose import why_not_direct
 from ple_offload.connector.config import ConnectorConfig
+from ple_offload.connector.rows_triton import take_rows
 from ple_offload.connector.sources import Sources
-from ple_offload.cuda import Cuda, Registration, check_files_can_be_registered
-from ple_offload.errors import StepError, UsageError
+from ple_offload.cuda import Cuda, Registration
+from ple_offload.errors import CudaError, StepError, UsageError
 from ple_offload.families.qwen_ple import QwenPle
 from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice
 from ple_offload.formats.gather_triton import GatherOnDevice
@@ -30,55 +35,117 @@ from ple_offload.table import Table
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class DirectRoute:
-    """See the module. The caller opened the tables and closes them after this route."""
+@dataclass(frozen=True)
+class TableOnDevice:
+    """One table as the device reads it."""
 
-    name = "direct"
-    asks_worker = False
+    family: QwenPleOnDevice | None  # None: request "rows" needs no rule
+    gather: GatherOnDevice
+    num_rows: int
+    rows_per_token: int
+
+
+class TablesOnDevice:
+    """Open tables, registered with the driver: `layers` by decoder layer, until `close`. The tables are closed by others.
+
+    device: where the kernels' small arrays are put; the driver's own, except in tests without a GPU.
+    Raises CudaError for what stands against it (connector/choose.py) or what the driver refuses, and leaves nothing.
+    """
 
     def __init__(
-        self, config: ConnectorConfig, ports: Sequence[PortSpec], tables: Mapping[int, Table], device: torch.device
+        self,
+        cuda: Cuda,
+        config: ConnectorConfig,
+        tables: Mapping[int, Table],
+        *,
+        sources_on_cpu: bool,
+        device: torch.device | None = None,
     ) -> None:
-        if config.request != "tokens":
-            raise UsageError("route 'direct': expected request 'tokens', found 'rows'. Use route 'staged'.")
-        self._device = device
+        self.cuda, self.tables = cuda, tables
+        self._device = device or cuda.device
         self._resources = contextlib.ExitStack()
-        cuda = Cuda(device)
+        reason = why_not_direct(cuda, config, tables, sources_on_cpu)
+        if reason is not None:
+            raise CudaError(f"route 'direct': {reason}")
         try:
-            self._layers = [self._layer(cuda, config, port, tables[port.layer]) for port in ports]
-            with cuda.current():
-                self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._bad = torch.full((len(ports),), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
+            self.layers = {layer: self._put(table) for layer, table in tables.items()}
         except BaseException:
             self._resources.close()
             raise
-        self._running: dict[int, torch.Tensor] = {}
 
-    def _layer(self, cuda: Cuda, config: ConnectorConfig, port: PortSpec, table: Table) -> _Layer:
-        family = table.spec.family
-        if not isinstance(family, QwenPle):
-            raise UsageError(f"route 'direct': family {family.name!r} has no GPU kernel. Use route 'staged'.")
-        if table.tier == "file":
-            check_files_can_be_registered(cuda)
+    def _put(self, table: Table) -> TableOnDevice:
+        if not self.cuda.reads_host_memory and table.store.absent_bytes():
+            table.store.bring_in(num_threads())  # registering reads a cold file page by page
         moved: dict[int, int] = {}  # host address of a mapped range -> how far away the device sees it
         for address, num_bytes in table.store.ranges():
-            registration = Registration(cuda, address, num_bytes, read_only=True)
+            registration = Registration(self.cuda, address, num_bytes, read_only=True)
             self._resources.callback(registration.close)
             moved[address] = registration.device_address - address
-        at = table.store.rows
+        at, family = table.store.rows, table.spec.family
         starts = sorted(moved)
         bases = np.array(
             [int(base) + moved[max(start for start in starts if start <= int(base))] for base in at.bases], np.uint64
         )
-        heads = table.rows_per_token
-        with cuda.current():
-            return _Layer(
-                QwenPleOnDevice(family, self._device),
+        with self.cuda.current():
+            return TableOnDevice(
+                QwenPleOnDevice(family, self._device) if isinstance(family, QwenPle) else None,
                 GatherOnDevice(table.spec.format, bases, at.starts, at.step, self._device),
-                torch.empty((config.max_num_tokens, heads), dtype=torch.int64, device=self._device),
-                port.embed_dim,
-                TORCH_DTYPES[port.dtype],
+                table.num_rows,
+                table.rows_per_token,
             )
+
+    def close(self) -> None:
+        """Unregister, once nothing on the device can read the tables any more."""
+        self._resources.close()
+
+
+class DirectRoute:
+    """See the module. `on_device` is closed by the caller, after this route.
+
+    What the forward does not bring, query_start_loc or ngram_context, is read from the sources, if those are on the device.
+    look: called at every step; notices the end of a worker that lent the tables.
+    """
+
+    name = "direct"
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        ports: Sequence[PortSpec],
+        on_device: TablesOnDevice,
+        sources: Sources,
+        device: torch.device,
+        look: Callable[[], object] | None = None,
+    ) -> None:
+        for port in ports:
+            check_width(port, on_device.tables[port.layer].embed_dim)
+        self._device, self._sources, self._look = device, sources, look
+        self._cuda = cuda = on_device.cuda
+        self._by_rows = config.request == "rows"
+        self._from_sources = not sources.on_cpu()
+        with cuda.current():
+            self._layers = [
+                _Layer(
+                    port,
+                    on_device.layers[port.layer],
+                    torch.empty(
+                        (config.max_num_tokens, on_device.layers[port.layer].rows_per_token),
+                        dtype=torch.int64,
+                        device=device,
+                    ),
+                )
+                for port in ports
+            ]
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # what the step has, where a captured graph reads it: requests in the high half, tokens in the low one
+            self._size = torch.zeros(1, dtype=torch.int64, device=device)
+            self._places = torch.arange(config.max_num_reqs + 1, dtype=torch.int64, device=device)
+        self._bad = torch.full((len(ports),), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
+        self._running: dict[int, torch.Tensor] = {}
+
+    def asks_worker(self, step: int, num_tokens: int) -> bool:
+        """The forward itself has all it needs."""
+        return False
 
     def make_room(self, step: int) -> None:
         """There are no slots."""
@@ -86,8 +153,14 @@ class DirectRoute:
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
         """The forward brings the ids."""
 
-    def begin(self, step: int, num_tokens: int, dummy: bool) -> None:
-        """A dummy's rows are those of its ids."""
+    def begin(self, step: int, num_reqs: int, num_tokens: int, dummy: bool) -> None:
+        """Tell the device the step's size, in stream order; a dummy whose forward brings ids gets the rows of those."""
+        if self._look is not None:
+            self._look()
+        if self._from_sources:
+            with self._cuda.current():
+                stream = torch.cuda.current_stream(self._device).cuda_stream
+                self._cuda.write_value(stream, self._size.data_ptr(), 0 if dummy else num_reqs << 32 | num_tokens)
 
     def release(self, step: int) -> None:
         """Outputs are fresh tensors: nothing is held."""
@@ -97,16 +170,40 @@ class DirectRoute:
     ) -> None:
         """Fork: begin a layer's rows for the tokens of `ids` [num_tokens], on the side stream."""
         layer = self._layers[index]
-        if query_start_loc is None or ngram_context is None:
-            raise UsageError("route 'direct': expected query_start_loc and ngram_context in the forward, found None.")
         main = torch.cuda.current_stream(self._device)
-        out = torch.empty((ids.shape[0], layer.embed_dim), dtype=layer.dtype, device=self._device)
+        out = torch.empty(
+            (ids.shape[0], layer.port.embed_dim), dtype=TORCH_DTYPES[layer.port.dtype], device=self._device
+        )
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            rows = layer.rows[: ids.shape[0]]
-            layer.family.row_numbers(ids, query_start_loc, ngram_context, rows, self._bad[index : index + 1])
-            layer.gather.run(rows.view(-1), out.view(rows.numel(), -1))
+            rows, bad = layer.rows[: ids.shape[0]], self._bad[index : index + 1]
+            if self._by_rows:
+                source = (self._sources.row_numbers or {})[layer.port.layer]
+                take_rows(source[: ids.shape[0]].contiguous(), self._size, rows, bad, layer.table.num_rows)
+            else:
+                assert layer.table.family is not None  # checked when the tables were registered
+                starts, context = self._cuts(query_start_loc, ngram_context)
+                layer.table.family.row_numbers(ids, starts, context, rows, bad)
+            layer.table.gather.run(rows.view(-1), out.view(rows.numel(), -1))
         self._running[index] = out
+
+    def _cuts(
+        self, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The forward's own tensors, or those of the sources, for the greatest number of requests."""
+        sources, most = self._sources, len(self._places) - 1
+        if query_start_loc is None or ngram_context is None:
+            if not self._from_sources or sources.query_start_loc is None or sources.ngram_context is None:
+                raise UsageError(
+                    "route 'direct': expected query_start_loc and ngram_context in the forward, or sources on the device, "
+                    "found None and sources on the CPU."
+                )
+            if query_start_loc is None:
+                # behind the step's last request the source holds anything: repeat the end, as for empty requests
+                query_start_loc = sources.query_start_loc.index_select(0, torch.minimum(self._places, self._size >> 32))
+            if ngram_context is None:
+                ngram_context = sources.ngram_context[:most].contiguous()
+        return query_start_loc, ngram_context
 
     def finish(self, index: int, num_rows: int) -> torch.Tensor:
         """Join: the layer's rows [num_rows, embed_dim], written when the current stream comes here."""
@@ -119,28 +216,29 @@ class DirectRoute:
         bad = self._bad.numpy()
         if (bad == NO_BAD_ID).all():
             return None
-        position = int(bad.min())
+        index = int(bad.argmin())
+        position = int(bad[index])
         bad[:] = NO_BAD_ID
+        if self._by_rows:
+            return StepError(
+                f"row_numbers[{self._layers[index].port.layer}][{position}] holds a row number outside the table, expected "
+                f"0 to {self._layers[index].table.num_rows - 1}; its token got NaN."
+            )
         return StepError(
             f"the n-gram of input_ids[{position}] holds an id outside the vocabulary; its token got NaN. "
             "Placeholders (-1) and ids of another vocabulary cannot be looked up."
         )
 
     def close(self) -> None:
-        """Wait for the GPU, then unregister."""
+        """Wait for the GPU."""
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         self._running.clear()
         self._layers = []
-        self._resources.close()
 
 
+@dataclass(frozen=True)
 class _Layer:
-    def __init__(
-        self, family: QwenPleOnDevice, gather: GatherOnDevice, rows: torch.Tensor, embed_dim: int, dtype: torch.dtype
-    ) -> None:
-        self.family = family
-        self.gather = gather
-        self.rows = rows  # [max_num_tokens, rows_per_token] int64, at a fixed address for captured graphs
-        self.embed_dim = embed_dim
-        self.dtype = dtype
+    port: PortSpec
+    table: TableOnDevice
+    rows: torch.Tensor  # [max_num_tokens, rows_per_token] int64, at a fixed address for captured graphs

@@ -59,6 +59,8 @@ class RemoteTransport:
     """See connector/base.py. The constructor returns once the session is ready, or raises and leaves nothing behind.
 
     step: the last one this rank has counted. `counted`: the last one any rank of its DP group has; steps go on from there.
+    direct_tokens: steps of up to this many tokens this rank does without the worker, if all ranks of its DP group do;
+    afterwards, the least of what they said.
     memory: of a GPU, where the worker is to bring rows and flags instead of the region; closed by this transport.
     """
 
@@ -69,8 +71,10 @@ class RemoteTransport:
         address: str,
         step: int = 0,
         counters: ConnectorCounters | None = None,
+        direct_tokens: int = 0,
         memory: DeviceMemory | None = None,
     ) -> None:
+        self.direct_tokens = direct_tokens
         self._config = config
         self._address = address
         self._limits = config.limits
@@ -124,6 +128,7 @@ class RemoteTransport:
             slots=self._slots,
             context_len=self.facts[0].context_len if config.request == "tokens" else 0,
             rows_per_token=rows_per_token[0] if config.request == "rows" else 0,
+            direct_tokens=self.direct_tokens,
         )
         self._formats = [RowFormat(facts.format, facts.row_dim, facts.scale) for facts in self.facts]
         token_bytes = tuple(
@@ -148,7 +153,9 @@ class RemoteTransport:
             os.close(heartbeat_fd)
         self._resources.callback(heartbeat.close)
         self._heartbeat = np.uint64(heartbeat.address)
-        self.counted: int = self._await(Ready, "every rank of the session", "ready_s")[0].step
+        ready, _ = self._await(Ready, "every rank of the session", "ready_s")
+        self.counted: int = ready.step
+        self.direct_tokens = min(self.direct_tokens, ready.direct_tokens)
         self._prepare_readers()
 
     def _close_memory(self, memory: DeviceMemory) -> None:

@@ -64,7 +64,8 @@ class Sources:
         return [source for source in own if source is not None] + list((self.row_numbers or {}).values())
 
     def on_cpu(self) -> bool:
-        return self.given()[0].device.type == "cpu"
+        """Whether the host reads them; also where none is given, as long as that is not checked."""
+        return all(source.device.type == "cpu" for source in self.given())
 
     def arrays(self, layers: Sequence[int]) -> Inputs:
         """NumPy views of CPU sources: they cost a tenth of slicing tensors, and follow what is written to the tensors."""

@@ -26,7 +26,7 @@ from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAI
 from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
 from ple_offload.cuda import Cuda, Registration
-from ple_offload.errors import ConnectionLostError, StepError
+from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError
 from ple_offload.ipc import region
 from ple_offload.ipc.region import Layout
 
@@ -52,7 +52,6 @@ class StagedRoute:
     """See the module. `transport` is connected; it is closed by the caller, after this route."""
 
     name = "staged"
-    asks_worker = True
 
     def __init__(
         self, config: ConnectorConfig, ports: Sequence[PortSpec], transport: RemoteTransport, device: torch.device
@@ -101,7 +100,10 @@ class StagedRoute:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, num_tokens: int, dummy: bool) -> None:
+    def asks_worker(self, step: int, num_tokens: int) -> bool:
+        return True
+
+    def begin(self, step: int, num_reqs: int, num_tokens: int, dummy: bool) -> None:
         """Tell the device what the next forward waits for; in stream order, before it."""
         entry = self._ring[self._turn % RING]
         self._turn += 1
@@ -175,8 +177,8 @@ class StagedRoute:
             self._cuda.write_value(stream, self._region + region.WORD_RELEASED, step)
         self._transport.ring()
 
-    def error(self, step: int) -> StepError | None:
-        """Why a step that is done on the device delivered NaN, or None."""
+    def error(self, step: int) -> PleOffloadError | None:
+        """Why a step that is done on the device delivered NaN, in the worker's words where it said any; or None."""
         slot = step % self._config.max_concurrent_batches
         why = int(self._words[1 + slot])
         if not why or self._slot_steps[slot] != step:
@@ -187,6 +189,10 @@ class StagedRoute:
             STEP_FAILED: "the worker could not deliver its rows",
             POISONED: "the worker has gone",
         }
+        try:
+            self._transport.explain(step)
+        except PleOffloadError as reason:
+            return reason
         return StepError(f"step {step}: {reasons.get(why, f'error word {why}')}; its output is NaN.")
 
     def _watch(self) -> None:

@@ -15,14 +15,19 @@ What differs from an ordinary model, on purpose:
 * The table is no parameter: `state_dict()`, `parameters()`, `.to(device)` and optimisers do not see it.
 * Values come in the model's dtype, decoded from the *stored* bytes at each call: after `.to(torch.float32)` a
   BF16 table gives the same values as an ordinary model's, an FP32 table gives them unrounded.
-* The rows are looked up on the CPU and moved to the device of the ids.
+* Where the ids are on an NVIDIA GPU, so are the rows: by a connector's route `direct` (inline tables; the GPU reads host
+  memory) or `staged` (a worker gathers, the GPU drains), see docs/ARCHITECTURE.md. `route="auto"` falls back to a lookup
+  on the CPU and a copy, route `host`, where neither works, and logs once why. In every lookup the host waits for the
+  stream (some 10 us): rows that did not come are NaN, and the error has to be raised before anything builds on them.
+* A CUDA graph cannot be captured of a whole forward: the lookup refuses.
 * The table is frozen. Everything else can be trained; a forward in training mode warns.
 * `save_pretrained` refuses unless told `without_table=True`, see there.
 * `copy.deepcopy` shares the open tables or the connection to their worker, and closing closes them for all
   copies; `pickle` and `torch.save` of the whole model refuse (a `state_dict()` is fine).
 * With worker="spawn" or "unix:/path" another process has the tables, and each forward asks it. When it is lost,
   the forward raises `ConnectionLostError`; `model.ple_offload.reconnect()` starts over.
-* `torch.compile` breaks the graph at the lookup, so `fullgraph=True` cannot be used.
+* `torch.compile` breaks the graph at the lookup, so `fullgraph=True` cannot be used; what is compiled before and behind it
+  may use CUDA graphs (`mode="reduce-overhead"`).
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ple_offload.config import worker_kind
+from ple_offload.config import settings, worker_kind
 from ple_offload.connector.config import Limits
 from ple_offload.errors import CheckpointError, StoreError, UsageError
 from ple_offload.families.qwen_ple import QwenPle
@@ -68,7 +73,8 @@ except ImportError as error:
         f"{TESTED_VERSIONS}: pip install --upgrade 'ple-offload[transformers]'"
     ) from error
 
-from ple_offload.engines.remote import RemoteTables  # noqa: E402  it needs torch, which may have been missing
+from ple_offload.engines.remote import RemoteTables  # noqa: E402  they need torch, which may have been missing
+from ple_offload.engines.tables import ModelTables, check_route  # noqa: E402
 
 # Options of transformers' from_pretrained that would read the table, or that are not supported.
 _REFUSED_OPTIONS = {
@@ -89,31 +95,28 @@ class PleOffload:
     """The open tables of one model, or its connection to their worker, as `model.ple_offload`. Copies share it.
 
     `tables` maps the zero-based decoder layer to its open `Table`; empty once closed, and where a worker has them.
-    `remote` is the connection to the worker: its `address`, its `process` if it was spawned, its `connectors`; None for
-    worker "inline".
+    `remote` is the connection to the worker: its `address`, its `process` if it was spawned; None for worker "inline".
+    `source` is what the rows are asked from: `remote`, or what stands before `tables`; with its `connectors`, one for each
+    dtype and device that a worker or a GPU takes part for.
     """
 
     def __init__(
-        self, path: Path, layers: Sequence[int], tables: Mapping[int, Table], remote: RemoteTables | None
+        self, path: Path, layers: Sequence[int], tables: Mapping[int, Table], source: RemoteTables | ModelTables
     ) -> None:
         self.path = path
         self.layers = tuple(layers)
         self.tables: Mapping[int, Table] = MappingProxyType(dict(tables))
-        self.remote = remote
+        self.source = source
+        self.remote = source if isinstance(source, RemoteTables) else None
         self._closed = False
 
     def lookup(self, layer: int, ids: torch.Tensor, context: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Values (batch, seq, embed_dim) of (batch, seq) ids behind a (batch, context_len) context, all on the CPU."""
+        """Values (batch, seq, embed_dim) of (batch, seq) ids behind a (batch, context_len) context, on their device."""
         if self._closed:
             raise StoreError(
                 f"the table of PLE layer {layer} of {self.path} was closed; load the model again to use it"
             )
-        if self.remote is not None:
-            return self.remote.lookup(layer, ids, context, dtype)
-        batch, seq = ids.shape
-        starts = torch.arange(batch + 1, device="cpu") * seq
-        values: torch.Tensor = self.tables[layer].lookup(ids.reshape(-1), starts, context, dtype=dtype)
-        return values.view(batch, seq, values.shape[-1])
+        return self.source.lookup(layer, ids, context, dtype)
 
     def reconnect(self) -> None:
         """Start over after the worker was lost; a spawned one is started anew. Without a worker there is nothing to do."""
@@ -126,11 +129,10 @@ class PleOffload:
         Every later forward of the model raises `StoreError`.
         """
         self._closed = True
+        self.source.close()  # first: a GPU may be reading the tables
         tables, self.tables = self.tables, MappingProxyType({})
         for table in tables.values():
             table.close()
-        if self.remote is not None:
-            self.remote.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PleOffload:
         return self
@@ -168,14 +170,15 @@ class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
         on the same device in the model's dtype. With a cache, the ids before this chunk come from it and the
         last ones of this chunk are left in it, in the place and form in which transformers keeps them.
         Raises `StoreError` once the tables are closed; for an id outside the vocabulary `TokenIdError`, or `StepError`
-        where a worker has the tables; `ConnectionLostError` when that worker is lost.
+        where a worker or a GPU takes part; `ConnectionLostError` when that worker is lost; `UsageError` while a CUDA
+        graph is captured.
         """
         input_ids = input_ids.long()
         context = self._exchange_context(input_ids, cache)
         if self.training and torch.is_grad_enabled():
             warnings.warn("the n-gram table is not in the model, so training leaves it as it is", stacklevel=2)
         values: torch.Tensor = self._lookup(input_ids, context)
-        return values.to(input_ids.device)
+        return values
 
     def extra_repr(self) -> str:
         return "{:,} x {}, outside the model".format(*self.table_shape)
@@ -216,13 +219,13 @@ class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
 
     @torch.compiler.disable
     def _lookup(self, input_ids: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """`(batch, seq, embed_dim)` on the CPU in the model's dtype."""
+        """`(batch, seq, embed_dim)` on the device of the ids in the model's dtype."""
         if self.offload is None:
             raise StoreError(
                 f"the PLE layer {self.layer_idx} has no table: load this model with "
                 "ple_offload.engines.transformers.from_pretrained, not with the class's own method"
             )
-        return self.offload.lookup(self.layer_idx, input_ids.cpu(), context.cpu(), self.activation.dtype)
+        return self.offload.lookup(self.layer_idx, input_ids, context, self.activation.dtype)
 
 
 class _TableOutside:
@@ -290,6 +293,7 @@ def from_pretrained(
     *,
     tier: str = "auto",
     worker: str = "inline",
+    route: str = "auto",
     architecture: str | None = None,
     threads: int | None = None,
     progress: bool = False,
@@ -308,7 +312,12 @@ def from_pretrained(
         worker: who has the tables. "inline": this process. "spawn": a process that is started here and ends with
             this one. "unix:/path": a daemon that was started with `ple-offload serve`, on this host; it has
             chosen tier and threads.
-        threads, progress, skip_memory_check: as for `ple_offload.open_table`.
+        route: how rows reach a model on an NVIDIA GPU. "direct": the GPU reads the tables of this process itself.
+            "staged": the worker gathers, the GPU drains. "ipc": the worker copies into the GPU's memory. "host": a lookup
+            on the CPU and a copy. "auto": the first two as `worker` allows, else "host", and the log says once why. A
+            model on the CPU has no choice.
+        threads, progress, skip_memory_check: as for `ple_offload.open_table`. Route "direct" makes the page cache of a
+            table in tier "file" stay in memory; so it has to fit, which is checked as well.
         max_num_tokens: with a worker: the most tokens of one lookup (default 8192), for which buffers are shared
             with it; longer inputs take several.
         limits: with a worker: how long things may take, a `ple_offload.connector.config.Limits`.
@@ -323,6 +332,7 @@ def from_pretrained(
         UsageError: an option or a model that is not supported, or a transformers that looks different.
         CheckpointError: the checkpoint is damaged, or its table is not the one that the model would use.
         MemoryLimitError: the table does not fit.
+        CudaError: the driver refuses what the route that was asked for needs.
         ConnectionLostError: the worker cannot be reached, or (ProtocolError) serves other tables.
     """
     for name in options:
@@ -339,6 +349,7 @@ def from_pretrained(
     for name, value in {"inline": remote, "spawn": {}, "unix": loading}[kind].items():
         if value not in (None, False, "auto"):
             raise UsageError(f"from_pretrained cannot take {name}={value!r} with worker={worker!r}: {_NOT_OF[kind]}")
+    check_route(route)
     _require_seam()
     spec = inspect_checkpoint(path)
     if not _is_utf8(spec.path):
@@ -349,22 +360,25 @@ def from_pretrained(
     model = result[0] if isinstance(result, tuple) else result
     lookups = _table_lookups(model, spec)
     if kind == "inline":
+        if skip_memory_check is None:
+            skip_memory_check = settings().skip_memory_check
         with ExitStack() as opened:
             tables = {layer: opened.enter_context(open_table(spec.path, layer, **loading)) for layer in lookups}
+            source = ModelTables(spec, "inline", tables=tables, route=route, check_memory=not skip_memory_check)
             opened.pop_all()
-        model.ple_offload = PleOffload(spec.path, list(lookups), tables, None)
     else:
         given = {name: value for name, value in remote.items() if value is not None}
-        tables_there = RemoteTables(spec, worker, **given, **(loading if kind == "spawn" else {}))
-        model.ple_offload = PleOffload(spec.path, list(lookups), {}, tables_there)
+        tables = {}
+        source = RemoteTables(spec, worker, route=route, **given, **(loading if kind == "spawn" else {}))
+    model.ple_offload = PleOffload(spec.path, list(lookups), tables, source)
     for lookup in lookups.values():
         lookup.offload = model.ple_offload
-    if model.ple_offload.remote is not None:
-        try:
-            model.ple_offload.remote.connect(next(iter(lookups.values())).activation.dtype)
-        except BaseException:
-            model.ple_offload.close()
-            raise
+    try:
+        activation = next(iter(lookups.values())).activation
+        source.connect(activation.dtype, activation.device)
+    except BaseException:
+        model.ple_offload.close()
+        raise
     return result
 
 

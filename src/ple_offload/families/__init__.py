@@ -9,9 +9,16 @@ from ple_offload.errors import CheckpointError
 from ple_offload.families import qwen_ple
 from ple_offload.families.base import Family, FoundTable
 
-__all__ = ["Family", "FoundTable", "find_tables"]
+__all__ = ["Family", "FoundTable", "find_tables", "from_numbers"]
 
 _FAMILIES = {"qwen4_exp": qwen_ple.find_tables, "qwen4_exp_text": qwen_ple.find_tables}
+
+
+def from_numbers(name: str, numbers: Mapping[str, int]) -> Family:
+    """The rule of a family by its name and `Family.numbers`. CheckpointError for what makes none."""
+    if name != qwen_ple.QwenPle.name:
+        raise CheckpointError(f"expected family {qwen_ple.QwenPle.name!r}, found {name[:50]!r}.")
+    return qwen_ple.QwenPle.from_numbers(numbers)
 
 
 def find_tables(config: Mapping[str, Any]) -> list[FoundTable]:

@@ -48,6 +48,9 @@ class Family(Protocol):
     def num_rows(self) -> int:
         """Rows of the table, padding included."""
 
+    def numbers(self) -> dict[str, int]:
+        """What the rule is made of, for another process: `families.from_numbers` makes the same rule of it."""
+
     def row_numbers_reference(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints) -> Ints:
         """Row numbers [query_start_loc[-1], rows_per_token], int64, in plain NumPy: the specification."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -84,6 +84,23 @@ class QwenPle:
     def head_offsets(self) -> Ints:
         """[rows_per_token] int64: the first row of each head."""
         return np.concatenate([[0], np.cumsum(self.head_sizes)[:-1]]).astype(np.int64)
+
+    def numbers(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_numbers(cls, numbers: Mapping[str, int]) -> QwenPle:
+        """The rule that `numbers` tells of; CheckpointError for numbers that make no rule."""
+        wanted = {item.name for item in fields(cls)}
+        if set(numbers) != wanted:
+            raise CheckpointError(
+                f"expected the numbers {', '.join(sorted(wanted))}, found {', '.join(sorted(numbers))}."
+            )
+        config = {**numbers, "make_ngram_vocab_size_divisible_by": numbers["divisible_by"]}
+        rule = cls.from_text_config(config, whole_number(numbers, "layer_index", None, 0, MAX_HEADS))
+        if (rule.layer_index + 1) * rule.rows_per_token > MAX_HEADS:
+            raise CheckpointError(f"expected at most {MAX_HEADS} hash heads in all layers, found more.")
+        return rule
 
     def row_numbers_reference(self, input_ids: Ints, query_start_loc: Ints, ngram_context: Ints) -> Ints:
         n, h = self.ngram_size, self.heads_per_ngram

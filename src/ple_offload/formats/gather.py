@@ -86,8 +86,9 @@ def _ask_for(bases, starts, step, row, row_bytes):  # type: ignore[no-untyped-de
 
 @native.kernel()
 def gather_rows(  # type: ignore[no-untyped-def]
-    kind, bases, starts, step, rows, row_bytes, code, values, scale, halves, out, first, last
+    kind, bases, starts, step, rows, row_bytes, code, values, scale, halves, out, first, last, shift
 ):
+    """Rows [first, last) of `rows` to places from first + shift on."""
     target, tables = np.uint64(out.ctypes.data), np.uint64(halves.ctypes.data)
     width = out.shape[1] * out.itemsize
     for i in range(first, min(last, first + PREFETCH_ROWS)):
@@ -97,15 +98,15 @@ def gather_rows(  # type: ignore[no-untyped-def]
             _ask_for(bases, starts, step, rows[i + PREFETCH_ROWS], row_bytes)
         source = _address(bases, starts, step, rows[i], row_bytes)
         if source == 0:
-            return i
-        to = target + np.uint64(i * width)
+            return i + shift
+        to = target + np.uint64((i + shift) * width)
         if kind == COPY:
             copy_bytes(to, source, np.uint64(row_bytes))
         elif kind == VECTORS:
             decode_e4m3(to, source, np.uint64(row_bytes), scale, tables)
         else:
             for k in range(out.shape[1]):
-                out[i, k] = values[load_item(source, np.uint64(k), code)]
+                out[i + shift, k] = values[load_item(source, np.uint64(k), code)]
     return GATHERED
 
 
@@ -150,11 +151,18 @@ def gather_blocks(  # type: ignore[no-untyped-def]
     """
     tickets, width = np.uint64(ticket.ctypes.data), out.shape[1] * out.itemsize
     blocks = max(1, (total + block - 1) // block)
+    own = np.empty(block if addresses.shape[0] else 0, np.int64)
     number = np.int64(take_ticket(tickets))
     while number < blocks:
         first, last = number * block, min(total, (number + 1) * block)
+        end = max(first, min(rows.size, last))
+        asked, begin, shift = rows, first, 0
+        if addresses.shape[0]:  # the rows are in the readers' memory: what is checked must be what is used
+            for i in range(first, end):
+                own[i - first] = rows[i]
+            asked, begin, end, shift = own, 0, end - first, first
         done = gather_rows(
-            kind, bases, starts, step, rows, row_bytes, code, values, scale, halves, out, first, min(rows.size, last)
+            kind, bases, starts, step, asked, row_bytes, code, values, scale, halves, out, begin, end, shift
         )
         if done != GATHERED:
             return done

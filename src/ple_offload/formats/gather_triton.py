@@ -10,6 +10,7 @@ Row -1 gathers as zeros, and a row number outside the table as NaN: nothing that
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ple_offload.errors import UsageError
 from ple_offload.formats.base import RowFormat
 
 KINDS = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3}
@@ -34,6 +36,12 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 def nan_bits(dtype: torch.dtype) -> int:
     """The NaN that torch writes, as an integer of the dtype's width."""
     return {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}[dtype]
+
+
+@lru_cache(maxsize=64)
+def rounded_scale(row_format: RowFormat, dtype: torch.dtype) -> float:
+    """The scale as it is when values of `dtype` are computed with it; 1 for formats that have none."""
+    return 1.0 if row_format.scale is None else float(torch.tensor(row_format.scale).to(dtype))
 
 
 @triton.jit
@@ -120,10 +128,13 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 def word_bytes(row_bytes: int, addresses: npt.NDArray[np.uint64], code_bytes: int) -> int:
-    """The widest word that divides a row and every address; at least a code, or ValueError where codes are not aligned."""
+    """The widest word that divides a row and every address; at least a code, or UsageError where codes are not aligned."""
     width = math.gcd(8, row_bytes, *(int(address) for address in addresses))
     if width < code_bytes:
-        raise ValueError(f"rows start at multiples of {width} bytes, their codes have {code_bytes}")
+        raise UsageError(
+            f"rows: expected them at multiples of {code_bytes} bytes, as long as a code is, found multiples of {width}. "
+            "Use tier 'ram', which packs them, or route 'staged'."
+        )
     return width
 
 
@@ -149,8 +160,7 @@ class GatherOnDevice:
         self._starts = torch.from_numpy(starts.copy()).to(device)
         self._step = step
         self._programs = programs
-        self._scale = row_format.scale
-        self._name = row_format.name
+        self._format = row_format
         code_bytes = row_format.stored_dtype.itemsize
         width = word_bytes(row_format.row_bytes, bases, code_bytes)
         self._constants: dict[str, Any] = {
@@ -169,8 +179,7 @@ class GatherOnDevice:
         count = rows.numel()
         if not count:
             return
-        scale = 1.0 if self._scale is None else float(torch.tensor(self._scale).to(out.dtype))
-        raw = NAMES[out.dtype] == self._name
+        raw = NAMES[out.dtype] == self._format.name
         grid = (min(self._programs, triton.cdiv(count, self.ROWS)),)
         _gather[grid](
             self._bases,
@@ -180,8 +189,8 @@ class GatherOnDevice:
             count,
             self._bases.numel(),
             self._step,
-            scale,
-            KIND=KIND_RAW if raw else KINDS[self._name],
+            rounded_scale(self._format, out.dtype),
+            KIND=KIND_RAW if raw else KINDS[self._format.name],
             AS_BF16=out.dtype == torch.bfloat16,
             NAN=nan_bits(out.dtype),
             **self._constants,

@@ -14,6 +14,12 @@
                                <-   Closing                  the worker stops; what was published is still served
     Goodbye                    ->                            the client is done; it expects nothing more
 
+A client that reads the rows itself asks for the table's memory instead, part by part, on a connection of its own:
+
+    Borrow                     ->
+                               <-   Lent + descriptor        or Refused, and the connection ends
+    (the connection stays open: its end is the worker's)
+
 One message is one packet of a SOCK_SEQPACKET socket: msgpack of a map whose "type" names the record.
 """
 
@@ -86,8 +92,28 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     slots: int  # batches in flight
     context_len: int
     rows_per_token: int  # of request "rows", 0 for "tokens"
+    direct_tokens: int = 0  # steps of up to this many tokens this rank can do without the worker, and wants to
     device: str = ""  # UUID of the GPU to whose memory the worker copies the rows; "" for none: they stay in the region
     handle: bytes = b""  # of that memory (cuIpcGetMemHandle), laid out as Layout.on_device; b"" for none
+
+
+class Borrow(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Lend me part of a layer's table: the client will map it, read-only, and look rows up itself."""
+
+    version: int
+    checkpoint: str  # as in Ask
+    layer: int  # decoder layer, from 0
+    fingerprint: str  # of the table the client expects; "" for any
+    part: int  # from 0
+
+
+class Lent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Part of a table; carries one read-only descriptor: sealed memory (tier "ram") or a file (tier "file")."""
+
+    parts: int  # of this table
+    facts: LayerFacts
+    rule: dict[str, int]  # the numbers of the family's rule, by name
+    segments: list[tuple[int, int, int]]  # (offset in bytes, first row, number of rows) behind the descriptor
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -104,6 +130,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Steps may be published."""
 
     step: int  # the highest `Hello.step` of the DP group: all its ranks count on from here
+    direct_tokens: int = 0  # the lowest `Hello.direct_tokens` of the DP group: steps up to it are not announced
 
 
 class StepFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -126,10 +153,10 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     pass
 
 
-Message = Ask | Facts | Hello | Welcome | Refused | Ready | StepFailed | RankLost | Closing | Goodbye
+Message = Ask | Facts | Borrow | Lent | Hello | Welcome | Refused | Ready | StepFailed | RankLost | Closing | Goodbye
 
 # How many descriptors each message carries.
-DESCRIPTORS: dict[type[Message], int] = {Hello: 2, Welcome: 1}
+DESCRIPTORS: dict[type[Message], int] = {Hello: 2, Welcome: 1, Lent: 1}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -41,6 +41,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Mapping:
@@ -89,6 +90,13 @@ class Mapping:
                 kinds = re.findall(r"^(?:Shmem|File)PmdMapped: +(\d+) kB", block.group(), re.MULTILINE)
                 return sum(int(kib) for kib in kinds) * 1024
         return 0
+
+    def absent_bytes(self) -> int:
+        """How many bytes lie on pages that are not in memory, as mincore tells; all where it does not."""
+        pages = np.zeros(self._length // PAGE_BYTES, np.uint8)
+        if _libc.mincore(self.address, self._length, pages.ctypes.data):
+            return self._length
+        return int(np.count_nonzero(pages & 1 == 0)) * PAGE_BYTES
 
     def close(self) -> None:
         if self.address:

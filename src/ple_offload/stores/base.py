@@ -27,6 +27,14 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Rows of a table behind one read-only descriptor of a store, which the store closes; fit for another process."""
+
+    fd: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
 class RowMap:
     """The addresses of a table's rows."""
 
@@ -50,6 +58,15 @@ class Store(Protocol):
 
     def ranges(self) -> list[tuple[int, int]]:
         """The mapped ranges that hold the rows, as (address, bytes), for whoever registers them with a device."""
+
+    def parts(self) -> list[Part]:
+        """What another process maps to read the same memory."""
+
+    def bring_in(self, threads: int) -> None:
+        """Read into memory what is not there yet, for whoever is about to page-lock it."""
+
+    def absent_bytes(self) -> int:
+        """How much of the rows is not in memory, as far as the kernel tells; all of it where it does not."""
 
     def check(self) -> None:
         """Raise StoreError when the rows can no longer be trusted (their file was cut, or changed in place)."""

@@ -13,22 +13,37 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ple_offload.errors import StoreError
 from ple_offload.memory import sigbus
 from ple_offload.memory.mapping import MADV_RANDOM, PAGE_BYTES, Mapping
-from ple_offload.stores.base import RowMap, Segment
+from ple_offload.stores.base import Part, RowMap, Segment
+
+READ_BYTES = 16 << 20  # at a time, when the files are brought into memory
 
 
 class FileStore:
-    """See the module; holds one descriptor per file, read-only."""
+    """See the module; holds one descriptor per file, read-only.
+
+    files: open descriptors in the place of the segments' paths; the store closes them, also when this raises.
+    """
 
     tier = "file"
+    _advice = MADV_RANDOM
 
-    def __init__(self, segments: Sequence[Segment], row_bytes: int, *, name: str) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        row_bytes: int,
+        *,
+        name: str,
+        files: dict[Path, int] | None = None,
+    ) -> None:
         self._name = name
-        self._files: dict[Path, tuple[int, os.stat_result]] = {}
+        self._segments, self._row_bytes = tuple(segments), row_bytes
+        self._files = {path: (fd, os.fstat(fd)) for path, fd in (files or {}).items()}
         self._mappings: list[Mapping] = []
         try:
             addresses: dict[Segment, int] = {}
@@ -43,12 +58,15 @@ class FileStore:
 
     def _map_file(self, path: Path, segments: Sequence[Segment], row_bytes: int) -> dict[Segment, int]:
         """Map the page-rounded ranges of one file's segments, one map for ranges that touch."""
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be opened: {error.strerror}. Is the checkpoint still there?") from error
-        self._files[path] = (fd, os.fstat(fd))
-        size = self._files[path][1].st_size
+        if path not in self._files:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise StoreError(
+                    f"{path}: cannot be opened: {error.strerror}. Is the checkpoint still there?"
+                ) from error
+            self._files[path] = (fd, os.fstat(fd))
+        fd, size = self._files[path][0], self._files[path][1].st_size
         addresses: dict[Segment, int] = {}
         waiting: list[Segment] = []
         for segment in sorted(segments, key=lambda s: s.offset):
@@ -72,13 +90,43 @@ class FileStore:
         first = segments[0].offset // PAGE_BYTES * PAGE_BYTES
         end = segments[-1].offset + segments[-1].num_rows * row_bytes
         mapping = Mapping(fd, end - first, offset=first, what=f"{path}: table {self._name}")
-        mapping.advise(MADV_RANDOM)
+        mapping.advise(self._advice)
         sigbus.guard(mapping.address, mapping.num_bytes)
         self._mappings.append(mapping)
         return {segment: mapping.address + segment.offset - first for segment in segments}
 
     def ranges(self) -> list[tuple[int, int]]:
         return [(mapping.address, mapping.num_bytes) for mapping in self._mappings]
+
+    def parts(self) -> list[Part]:
+        return [
+            Part(fd, tuple(segment for segment in self._segments if segment.path == path))
+            for path, (fd, _) in self._files.items()
+        ]
+
+    def bring_in(self, threads: int) -> None:
+        """Read the rows once: page by page, as a map is read, a cold file takes many times longer."""
+
+        def read(piece: tuple[int, int, int]) -> None:
+            fd, first, end = piece
+            memory = bytearray(min(READ_BYTES, end - first))
+            while first < end and (got := os.preadv(fd, [memoryview(memory)[: end - first]], first)):
+                first += got
+
+        pieces = [
+            (self._files[segment.path][0], first, min(first + READ_BYTES, end))
+            for segment in self._segments
+            for end in [segment.offset + segment.num_rows * self._row_bytes]
+            for first in range(segment.offset, end, READ_BYTES)
+        ]
+        with ThreadPoolExecutor(threads, "ple-offload-read") as readers:
+            list(readers.map(read, pieces))
+
+    def absent_bytes(self) -> int:
+        # the kernel shows it only to who may write the file, and else says that everything is there
+        if not all(os.access(f"/proc/self/fd/{fd}", os.W_OK) for fd, _ in self._files.values()):
+            return self._num_bytes
+        return sum(mapping.absent_bytes() for mapping in self._mappings)
 
     def check(self) -> None:
         for path, (fd, opened) in self._files.items():

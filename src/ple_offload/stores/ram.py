@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ple_offload.checkpoint.reader import ReadJob, read_into
 from ple_offload.memory import memfd
 from ple_offload.memory.mapping import Mapping, collapse
-from ple_offload.stores.base import RowMap, Segment
+from ple_offload.stores.base import Part, RowMap, Segment
 
 
 class RamStore:
@@ -68,12 +69,22 @@ class RamStore:
             raise
         self.fd = fd
         self.rows = RowMap.of([self._mapping.address], [num_rows])
+        self._whole = Segment(Path(f"memory of table {name}"), 0, 0, num_rows)
 
     def _collapse(self, address: int, num_bytes: int) -> None:
         self._collapse_errno = collapse(address, num_bytes) or self._collapse_errno
 
     def ranges(self) -> list[tuple[int, int]]:
         return [(self._mapping.address, self._num_bytes)]
+
+    def parts(self) -> list[Part]:
+        return [Part(self.fd, (self._whole,))]
+
+    def bring_in(self, threads: int) -> None:
+        """It is there."""
+
+    def absent_bytes(self) -> int:
+        return 0
 
     def check(self) -> None:
         """Sealed memory cannot change."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from ple_offload import native
+from ple_offload.config import worker_threads
 from ple_offload.memory import sigbus
 from ple_offload.spec import inspect
 from ple_offload.table import open_table
@@ -21,8 +23,13 @@ def open_tables(
     skip_memory_check: bool | None = None,
     progress: bool | Callable[[int], None] = False,
 ) -> list[Served]:
-    """Open every table of every checkpoint, with all kernels compiled; raises what `open_table` raises."""
+    """Open every table of every checkpoint, with all kernels compiled; raises what `open_table` raises.
+
+    threads: for loading and for large gathers; default PLE_OFFLOAD_THREADS, else seven of eight usable CPUs.
+    """
+    native.wait_without_spinning()
     sigbus.install()
+    threads = worker_threads() if threads is None else threads
     served = []
     with ExitStack() as opened:
         for path in paths:

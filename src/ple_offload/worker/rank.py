@@ -54,6 +54,7 @@ class Rank:
         self._announced = np.uint64(base + region.WORD_ANNOUNCED)
         self._waiters = np.uint64(base + region.WORD_WAITERS)
         self._waited_ns = 0
+        self._row_numbers: dict[int, npt.NDArray[np.int64]] = {}
         self._flag_base = epoch << 48
         self._bytes = self._mapping.view()
         # memoryviews, since reading a word through them costs a tenth of what it costs through an array
@@ -103,9 +104,10 @@ class Rank:
         return min((step for step in steps if self.served < step <= announced), default=None)
 
     def inputs(self, step: int) -> list[npt.NDArray[np.int64]]:
-        """Copies of the input arrays of a step.
+        """The input arrays of a step.
 
-        tokens: [input_ids, query_start_loc, ngram_context]; rows: one array [num_tokens, rows_per_token] per layer.
+        tokens: copies of [input_ids, query_start_loc, ngram_context]; rows: one array [num_tokens, rows_per_token] per
+        layer, in the client's memory: the gather copies each number before it checks it.
         Raises ProtocolError for numbers that do not fit the buffers.
         """
         layout, slot = self.layout, step % self.hello.slots
@@ -117,13 +119,20 @@ class Rank:
             )
         arrays = self._arrays[slot]
         if layout.request == "rows":
-            return [array[:num_tokens].copy() for array in arrays]
+            return [array[:num_tokens] for array in arrays]
         input_ids, query_start_loc, ngram_context = arrays
         return [
             input_ids[:num_tokens].copy(),
             query_start_loc[: num_reqs + 1].copy(),
             ngram_context[:num_reqs].copy(),
         ]
+
+    def row_numbers(self, layer: int) -> npt.NDArray[np.int64]:
+        """Memory for a layer's row numbers, [max_num_tokens, rows_per_token]; fresh pages would cost more than they do."""
+        if layer not in self._row_numbers:
+            shape = (self.layout.max_num_tokens, self.layout.rows_per_token[layer])
+            self._row_numbers[layer] = np.zeros(shape, np.int64)
+        return self._row_numbers[layer]
 
     def output(self, layer: int, step: int, num_tokens: int) -> npt.NDArray[np.uint8]:
         """The output of `num_tokens` tokens of a layer (by its place in the Hello), as uint8 [num_tokens * token_bytes]."""

@@ -37,6 +37,7 @@ from ple_offload.ipc.channel import Channel, peer_uid
 from ple_offload.ipc.messages import (
     PROTOCOL_VERSION,
     Ask,
+    Borrow,
     Closing,
     Facts,
     Goodbye,
@@ -55,6 +56,7 @@ from ple_offload.metrics import Sample, samples
 from ple_offload.spec import fingerprint
 from ple_offload.table import Table
 from ple_offload.worker.device import Devices
+from ple_offload.worker.lending import lend
 from ple_offload.worker.listener import Listener
 from ple_offload.worker.rank import Rank
 from ple_offload.worker.session import Lane, Session, Turns
@@ -115,6 +117,7 @@ class PleOffloadWorker:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
+        self._borrowers: dict[int, Channel] = {}  # by descriptor; who reads rows without us
         self._sessions: dict[str, Session] = {}
         self._turns = Turns()
         self._devices = Devices()
@@ -220,13 +223,15 @@ class PleOffloadWorker:
         for session in self._sessions.values():
             for rank in session.ranks.values():
                 rank.channel.send(Closing(plain(reason)))
+        for channel in self._borrowers.values():
+            channel.send(Closing(plain(reason)))
         log.info("stopped: %s", reason)
 
     def _close(self) -> None:
         for listener in self._listeners:
             listener.close()
-        for stranger in self._strangers.values():
-            stranger.channel.close()
+        for channel in [*(stranger.channel for stranger in self._strangers.values()), *self._borrowers.values()]:
+            channel.close()
         for session in self._sessions.values():
             for rank in session.ranks.values():
                 rank.close()
@@ -274,8 +279,18 @@ class PleOffloadWorker:
         channel.send(Refused(plain(reason)))
         self._drop(channel)
 
+    def _cut(self, channel: Channel, error: Exception) -> None:
+        """End a connection that has no session, for an error."""
+        if not isinstance(error, PleOffloadError):
+            log.exception("%s: an error of the worker itself", channel.peer)
+        if type(error) is ConnectionLostError:  # it only asked, or looked who listens
+            self._drop(channel)
+        else:
+            self._refuse(channel, str(error))
+
     def _drop(self, channel: Channel) -> None:
         self._strangers.pop(channel.fileno(), None)
+        self._borrowers.pop(channel.fileno(), None)
         self._forget(channel.fileno())
         channel.close()
 
@@ -313,18 +328,20 @@ class PleOffloadWorker:
                 channel.send(facts)
                 stranger.asked, stranger.until_s = True, time.monotonic() + HELLO_LIMIT_S
                 return
+            if isinstance(message, Borrow):
+                self._lend(channel, message)
+                del self._strangers[channel.fileno()]
+                self._forget(channel.fileno())
+                self._borrowers[channel.fileno()] = channel
+                self._watch(channel.fileno(), lambda: self._hear_borrower(channel))
+                return
             if not isinstance(message, Hello):
                 raise ProtocolError(f"{channel.peer}: expected a Hello, found {type(message).__name__}.")
             rank, session = self._register(channel, message, *descriptors)
         except Exception as error:  # whatever it is, it ends this connection and no other
             for fd in descriptors:
                 os.close(fd)
-            if not isinstance(error, PleOffloadError):
-                log.exception("%s: an error of the worker itself", channel.peer)
-            if type(error) is ConnectionLostError:  # it only asked, or looked who listens
-                self._drop(channel)
-            else:
-                self._refuse(channel, str(error))
+            self._cut(channel, error)
             return
         os.close(descriptors[0])  # the map holds the region
         del self._strangers[channel.fileno()]
@@ -339,6 +356,32 @@ class PleOffloadWorker:
         self._say(f"{rank.name} connected (epoch {rank.epoch})", logging.INFO)
         session.add(rank)
         self._turns.ring(lane)
+
+    def _lend(self, channel: Channel, borrow: Borrow) -> None:
+        _check_version(channel.peer, borrow.version)
+        served = self._find(channel.peer, borrow.checkpoint)
+        wish = LayerWish(borrow.layer, "stored", borrow.fingerprint)
+        lent, fd = lend(channel.peer, self._table(channel.peer, served, wish), borrow.part)
+        if not channel.send(lent, (fd,)):
+            raise ConnectionLostError(f"{channel.peer}: it does not take what it borrows.")
+
+    def _hear_borrower(self, channel: Channel) -> None:
+        """A borrower asks for further parts, or goes; it has no deadline, and what it maps it keeps."""
+        try:
+            received = channel.receive(0)
+            if received is None:
+                return
+            message, descriptors = received
+            for fd in descriptors:
+                os.close(fd)
+            if isinstance(message, Goodbye):
+                self._drop(channel)
+                return
+            if not isinstance(message, Borrow):
+                raise ProtocolError(f"{channel.peer}: expected a Borrow, found {type(message).__name__}.")
+            self._lend(channel, message)
+        except Exception as error:  # whatever it is, it ends this connection and no other
+            self._cut(channel, error)
 
     def _register(self, channel: Channel, hello: Hello, region_fd: int, doorbell_fd: int) -> tuple[Rank, Session]:
         """Check a Hello against the tables and its session; returns what to add. ProtocolError says what is wrong."""
@@ -482,7 +525,8 @@ class PleOffloadWorker:
             inputs, found = rank.inputs(step), []
             for i, (wish, table) in enumerate(zip(session.first.layers, session.tables, strict=True)):
                 layer = wish.layer
-                rows = inputs[i] if rank.hello.request == "rows" else _row_numbers(table, inputs)
+                by_rows = rank.hello.request == "rows"
+                rows = inputs[i] if by_rows else _row_numbers(table, inputs, rank.row_numbers(i))
                 self._deliver(targets, i, step, table, rows.reshape(-1), len(inputs[0]), wish.output)
                 counters = session.layers[layer]
                 counters.steps += 1
@@ -580,11 +624,13 @@ def _token_bytes(table: Table, output: str) -> int:
     return table.embed_dim * _value_dtype(output).itemsize
 
 
-def _row_numbers(table: Table, inputs: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Row numbers [num_tokens, rows_per_token] of a step's copied inputs."""
+def _row_numbers(
+    table: Table, inputs: list[npt.NDArray[np.int64]], memory: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Row numbers [num_tokens, rows_per_token] of a step's copied inputs, at the beginning of `memory`."""
     ids, starts, context = inputs
     table.check_query_start_loc(starts, ids.size)
-    rows = np.empty((int(starts[-1]), table.rows_per_token), np.int64)
+    rows = memory[: int(starts[-1])]
     table.row_numbers_into(ids, starts, context, rows)
     return rows
 
@@ -621,6 +667,7 @@ def _check_hello(peer: str, hello: Hello) -> None:
         "slots": (1, 64),
         "context_len": (0, 64),
         "rows_per_token": (0, 1 << 12),
+        "direct_tokens": (0, 1 << 22),
     }
     for name, (low, high) in bounds.items():
         if not low <= getattr(hello, name) <= high:

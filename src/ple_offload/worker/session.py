@@ -52,9 +52,10 @@ class Lane:
         """All ranks are there: they count on from the highest step any of them has counted."""
         self.ready = True
         step = max(rank.hello.step for rank in self.targets)
+        direct_tokens = min(rank.hello.direct_tokens for rank in self.targets)
         for rank in self.targets:
             rank.begin(step)
-            rank.channel.send(Ready(step))
+            rank.channel.send(Ready(step, direct_tokens))
 
     def ready_step(self) -> int | None:
         """The next step that can be served now: announced, and its slot released by every TP rank that is there."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-SHIFT = 1 << 45  # where this fake's device sees host memory
+SHIFT = 1 << 45  # where the fake's device sees host memory, unless it is told another place
 NOT_READY = 600
 UUIDS = [bytes(range(16 * i, 16 * i + 16)) for i in range(2)]
 NAMES = ["00010203-0405-0607-0809-0a0b0c0d0e0f", "10111213-1415-1617-1819-1a1b1c1d1e1f"]
@@ -49,7 +49,8 @@ class FakeDriver:
 
     CUipcMemHandle = CUipcMemHandle
 
-    def __init__(self) -> None:
+    def __init__(self, shift: int = SHIFT) -> None:
+        self.shift = shift
         self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
         self.refused: dict[str, int] = {}
         self.registered: dict[int, tuple[int, int]] = {}
@@ -164,7 +165,7 @@ class FakeDriver:
         return answer
 
     def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._answer("cuMemHostGetDevicePointer", (address, flags), address + SHIFT)
+        return self._answer("cuMemHostGetDevicePointer", (address, flags), address + self.shift)
 
     # ---- device memory
 
