@@ -77,7 +77,7 @@ def _wait(flag, expected, poison, limit_ns, THREADS: tl.constexpr, INTERPRETED: 
     return tl.where(word == expected, 0, tl.where(word == failed, 2, tl.where(over != 0, 3, 1))).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stage", "flags", "poison", "errors", "out_rows", "slot_bytes", "blocks_per_slot"])
 def _drain(  # type: ignore[no-untyped-def]
     control,  # (4,) int64, device
     stage,  # address of the layer's first slot, as the device sees it

@@ -88,7 +88,7 @@ def measure(
     routes: list[Route] = []
     try:
         routes.append(DirectRoute(trial, ports, on_device, draw.sources, device))
-        routes.append(StagedRoute(trial, ports, transport, device))
+        routes.append(StagedRoute(trial, ports, transport, draw.sources, device))
         direct, staged = routes
         step = transport.counted
 

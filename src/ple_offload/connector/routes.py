@@ -137,7 +137,7 @@ class GpuRoutes:
     ) -> tuple[RemoteTransport, StagedRoute]:
         transport = RemoteTransport(self._config, self._ports, address, step, counters, direct_tokens)
         try:
-            return transport, StagedRoute(self._config, self._ports, transport, self._device)
+            return transport, StagedRoute(self._config, self._ports, transport, self._sources, self._device)
         except BaseException:
             transport.close()
             raise
@@ -150,7 +150,7 @@ class GpuRoutes:
         memory = SharedMemory(cuda)  # of this connection; the transport closes it
         transport = RemoteTransport(self._config, self._ports, address, step, counters, memory=memory)
         try:
-            return transport, IpcRoute(self._config, self._ports, transport, self._device)
+            return transport, IpcRoute(self._config, self._ports, transport, self._sources, self._device)
         except BaseException:
             transport.close()
             raise

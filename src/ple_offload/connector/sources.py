@@ -78,7 +78,7 @@ class Sources:
 
 def _check(name: str, source: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     where = "CPU tensor" if device.type == "cpu" else f"tensor on the CPU or {device}"
-    wanted = f"a {where} of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
+    wanted = f"a contiguous {where} of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
     if source is None:
         raise UsageError(f"{name}: expected {wanted}, found None.")
     fits = (
@@ -87,6 +87,7 @@ def _check(name: str, source: torch.Tensor | None, shape: tuple[int, ...], devic
         and source.dim() == len(shape)
         and source.shape[0] >= shape[0]
         and tuple(source.shape[1:]) == shape[1:]
+        and (source.device.type == "cpu" or source.is_contiguous())
     )
     if not fits:
         raise UsageError(

@@ -13,39 +13,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from ple_offload.connector.base import PortSpec
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.direct import TORCH_DTYPES
-from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAILED, TIMED_OUT, Drain
+from ple_offload.connector.drain_triton import POISONED, STEP_FAILED, TIMED_OUT, Drain
 from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
+from ple_offload.connector.stage_triton import Beginning, Source
 from ple_offload.cuda import Cuda, Registration
 from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError
 from ple_offload.ipc import region
 from ple_offload.ipc.region import Layout
 
 LOOK_EVERY_S = 0.02
-RING = 64  # control blocks on their way to the device; no more steps are in flight
-
-
-@dataclass
-class _Control:
-    """One step's control words on their way to the device, and the event after which they may be written again."""
-
-    words: torch.Tensor  # [layers, CONTROL_WORDS] int64, pinned
-    array: np.ndarray  # the same memory, which is written in a tenth of the time
-    event: torch.cuda.Event
-
-    @classmethod
-    def of(cls, layers: int) -> _Control:
-        words = torch.zeros((layers, CONTROL_WORDS), dtype=torch.int64, pin_memory=True)
-        return cls(words, words.numpy(), torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
 class StagedRoute:
@@ -54,7 +38,12 @@ class StagedRoute:
     name = "staged"
 
     def __init__(
-        self, config: ConnectorConfig, ports: Sequence[PortSpec], transport: RemoteTransport, device: torch.device
+        self,
+        config: ConnectorConfig,
+        ports: Sequence[PortSpec],
+        transport: RemoteTransport,
+        sources: Sources,
+        device: torch.device,
     ) -> None:
         self._config, self._transport, self._device, self._ports = config, transport, device, list(ports)
         self._resources = contextlib.ExitStack()
@@ -69,25 +58,36 @@ class StagedRoute:
             with cuda.current():
                 # poison, then one error word per slot; written by the host and by the kernel
                 self._words = torch.zeros(1 + slots, dtype=torch.int64, pin_memory=True)
-                self._control = torch.zeros((len(ports), CONTROL_WORDS), dtype=torch.int64, device=device)
-                self._ring = [_Control.of(len(ports)) for _ in range(RING)]
+                self._errors = self._words.data_ptr() + 8
+                self._beginning = Beginning(
+                    transport.layout.rows_per_token,
+                    self._region + region.WORD_ANNOUNCED,
+                    int(config.limits.hard_cap_s * 1e9),
+                    device,
+                )
                 self._drains = [
                     Drain(
                         transport.travelling_format(i),
                         stage=base + places.output(i, 0),
                         flags=base + places.flag(i, 0, 0),
                         poison=self._words.data_ptr(),
-                        errors=self._words.data_ptr() + 8,
+                        errors=self._errors,
                         slot_bytes=places.output(i, 1) - places.output(i, 0),
                         blocks_per_slot=places.blocks[i],
                         flag_rows=places.block_rows,
                     )
                     for i in range(len(ports))
                 ]
+                # compile and load now: to load a kernel may wait for those that run
+                self._beginning.tell(0, 0, 0, 0)
+                for i in range(len(ports)):
+                    self.finish(i, 1)
+                if not sources.on_cpu() and config.tp_rank == 0:
+                    self._stage(0, 0, 0, sources)
         except BaseException:
             self._resources.close()
             raise
-        self._turn = 0
+        self._staged = 0  # the last step that `stage` began
         self._slot_steps = [0] * slots  # the step whose error word a slot's is
         self._busy = threading.Event()
         self._ended = threading.Event()
@@ -105,23 +105,18 @@ class StagedRoute:
 
     def begin(self, step: int, num_reqs: int, num_tokens: int, dummy: bool) -> None:
         """Tell the device what the next forward waits for; in stream order, before it."""
-        entry = self._ring[self._turn % RING]
-        self._turn += 1
-        entry.event.synchronize()  # of the copy RING steps ago
+        if step == self._staged and not dummy:  # `stage` did
+            return
         slot = step % self._config.max_concurrent_batches
-        limit_ns = int(self._config.limits.hard_cap_s * 1e9)
-        for i, rows_per_token in enumerate(self._transport.layout.rows_per_token):
-            rows = 0 if dummy else num_tokens * rows_per_token
-            entry.array[i] = (self._transport.flag(step), rows, slot, limit_ns)
+        if not dummy:
+            self._expect_word(step, slot)
         with self._cuda.current():
-            stream = torch.cuda.current_stream(self._device)
-            if not dummy:
-                self._slot_steps[slot] = step
-                # in stream order: the step before in this slot may still be waiting, and fail
-                self._cuda.write_value(stream.cuda_stream, self._words.data_ptr() + 8 * (1 + slot), 0)
-                self._busy.set()
-            self._control.copy_(entry.words, non_blocking=True)
-            entry.event.record(stream)
+            error = 0 if dummy else self._errors + 8 * slot
+            self._beginning.tell(self._transport.flag(step), slot, 0 if dummy else num_tokens, error)
+
+    def _expect_word(self, step: int, slot: int) -> None:
+        self._slot_steps[slot] = step
+        self._busy.set()
 
     def make_room(self, step: int) -> None:
         """Wait until the device has consumed what was in this step's slot: the host is about to write there.
@@ -138,25 +133,47 @@ class StagedRoute:
             time.sleep(0)
 
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
-        """Copy device sources into the step's slot and announce it, all in stream order; never waits."""
-        slot = self._transport.inputs(step)
+        """Copy device sources into the step's slot, announce it and begin it, all in stream order; never waits."""
+        self._transport.expect(step)  # first: the worker wakes up meanwhile
+        self._expect_word(step, step % self._config.max_concurrent_batches)
+        self._stage(step, num_reqs, num_tokens, sources)
+        self._staged = step
+
+    def _stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
+        slot = step % self._config.max_concurrent_batches
+        head = self._region + self._transport.layout.input(slot)
+        at = head + 8 * region.HEAD_WORDS
+        staged: list[Source] = []
+        for source, room, count in self._wanted(sources, num_reqs, num_tokens):
+            staged.append(Source(source, at, count))
+            at += 8 * room
         with self._cuda.current():
-            if self._config.request == "rows":
-                for target, port in zip(slot.row_numbers, self._ports, strict=True):
-                    _copy(target[:num_tokens], (sources.row_numbers or {})[port.layer][:num_tokens])
-            else:
-                assert sources.input_ids is not None  # checked when the connector was made
-                assert sources.query_start_loc is not None
-                _copy(slot.input_ids[:num_tokens], sources.input_ids[:num_tokens])
-                _copy(slot.query_start_loc[: num_reqs + 1], sources.query_start_loc[: num_reqs + 1])
-                if sources.ngram_context is not None:
-                    _copy(slot.ngram_context[:num_reqs], sources.ngram_context[:num_reqs])
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            head = self._region + self._transport.layout.input(step % self._config.max_concurrent_batches)
-            for i, value in enumerate((step, num_reqs, num_tokens)):
-                self._cuda.write_value(stream, head + 8 * i, value)
-            self._cuda.write_value(stream, self._region + region.WORD_ANNOUNCED, step)
-            self._transport.expect(step)
+            self._beginning.stage(
+                staged,
+                head=head,
+                step=step,
+                num_reqs=num_reqs,
+                num_tokens=num_tokens,
+                error=self._errors + 8 * slot,
+                flag=self._transport.flag(step),
+                slot=slot,
+            )
+
+    def _wanted(self, sources: Sources, num_reqs: int, num_tokens: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Each input of a step in the order of the slot: (source, integers of its full size, of this step)."""
+        layout = self._transport.layout
+        if self._config.request == "rows":
+            for port, rows in zip(self._ports, layout.rows_per_token, strict=True):
+                assert sources.row_numbers is not None  # checked when the connector was made
+                yield sources.row_numbers[port.layer], layout.max_num_tokens * rows, num_tokens * rows
+            return
+        assert sources.input_ids is not None
+        assert sources.query_start_loc is not None
+        yield sources.input_ids, layout.max_num_tokens, num_tokens
+        yield sources.query_start_loc, layout.max_num_reqs + 1, num_reqs + 1
+        if sources.ngram_context is not None:
+            width = layout.context_len
+            yield sources.ngram_context, layout.max_num_reqs * width, num_reqs * width
 
     def start(
         self, index: int, ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
@@ -167,7 +184,7 @@ class StagedRoute:
         """The layer's rows [num_rows, embed_dim], written when the current stream comes here."""
         port, rows_per_token = self._ports[index], self._transport.layout.rows_per_token[index]
         out = torch.empty((num_rows, port.embed_dim), dtype=TORCH_DTYPES[port.dtype], device=self._device)
-        self._drains[index].run(self._control[index], out.view(num_rows * rows_per_token, -1))
+        self._drains[index].run(self._beginning.control[index], out.view(num_rows * rows_per_token, -1))
         return out
 
     def release(self, step: int) -> None:
@@ -211,8 +228,3 @@ class StagedRoute:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         self._resources.close()
-
-
-def _copy(target: np.ndarray, source: torch.Tensor) -> None:
-    """Copy a device tensor of int32 or int64 into page-locked int64 memory, in stream order."""
-    torch.from_numpy(target).copy_(source.to(torch.int64), non_blocking=True)

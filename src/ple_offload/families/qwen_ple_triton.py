@@ -20,7 +20,10 @@ from ple_offload.families.qwen_ple import QwenPle
 NO_BAD_ID = (1 << 62) - 1
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs"],
+    do_not_specialize_on_alignment=["input_ids", "query_start_loc", "ngram_context", "out"],
+)
 def _row_numbers(  # type: ignore[no-untyped-def]
     input_ids,  # (num_tokens,) int32 or int64
     query_start_loc,  # (num_reqs + 1,) int32 or int64

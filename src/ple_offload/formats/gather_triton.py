@@ -68,7 +68,7 @@ def bf16_bits(values):  # type: ignore[no-untyped-def]
     return tl.where(values != values, 0x7FC0, rounded.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "segments", "step"], do_not_specialize_on_alignment=["rows"])
 def _gather(  # type: ignore[no-untyped-def]
     bases,  # (segments,) int64 addresses, as the device sees them
     starts,  # (segments + 1,) int64
