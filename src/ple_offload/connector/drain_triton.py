@@ -30,6 +30,7 @@ from ple_offload.formats.gather_triton import (
     rounded_scale,
 )
 from ple_offload.ipc.region import BLOCK_ROWS
+from ple_offload.launch import Launch
 
 CONTROL_WORDS = 4
 # What a program leaves in its slot's error word.
@@ -171,13 +172,15 @@ class Drain:
             "WORD": WORDS[width],
             "WORD_BYTES": width,
             "CODE_BYTES": code_bytes,
+        }
+        self._last_constants: dict[str, Any] = {
             "BLOCK": BLOCK_ROWS,
             "FLAG_ROWS": flag_rows,
             "WORDS": min(words, triton.next_power_of_2(BLOCK_ROWS * row_format.row_bytes // width)),
             "THREADS": 32 * warps,
             "INTERPRETED": INTERPRETED,
-            "num_warps": warps,
         }
+        self._launch = Launch(_drain, num_warps=warps)
 
     def run(self, control: torch.Tensor, out: torch.Tensor) -> None:
         """Fill out [rows, row_dim] of bf16, fp16 or fp32, contiguous."""
@@ -185,15 +188,20 @@ class Drain:
         if not out_rows:
             return
         raw = NAMES[out.dtype] == self._format.name
-        _drain[(min(self._programs, triton.cdiv(out_rows, BLOCK_ROWS)),)](
+        self._launch(
+            out.dtype,
+            min(self._programs, triton.cdiv(out_rows, BLOCK_ROWS)),
             control,
             *self._addresses,
             as_integers(out) if raw or out.dtype == torch.bfloat16 else out,
             out_rows,
             *self._sizes,
             rounded_scale(self._format, out.dtype),
-            KIND=KIND_RAW if raw else KINDS[self._format.name],
-            AS_BF16=out.dtype == torch.bfloat16,
-            NAN=nan_bits(out.dtype),
-            **self._constants,
+            constants=lambda: {
+                **self._constants,
+                "KIND": KIND_RAW if raw else KINDS[self._format.name],
+                "AS_BF16": out.dtype == torch.bfloat16,
+                "NAN": nan_bits(out.dtype),
+                **self._last_constants,
+            },
         )

@@ -44,7 +44,7 @@ from ple_offload.ipc.messages import (
 )
 from ple_offload.ipc.region import BLOCK_ROWS, HEAD_WORDS, PAGE, Layout
 from ple_offload.memory import memfd
-from ple_offload.memory.mapping import Mapping
+from ple_offload.memory.mapping import Mapping, collapse
 from ple_offload.metrics import ConnectorCounters
 
 # Spinning costs the core, sleeping costs the waking (10 to 50 us, in a virtual machine): spin for about 100 us.
@@ -182,6 +182,7 @@ class RemoteTransport:
         memfd.seal_size(fd, "ple-offload region")
         self._region = Mapping(fd, num_bytes, writable=True, what="region")
         self._resources.callback(self._region.close)
+        collapse(self._region.address, num_bytes)  # where it can: fewer translations for whoever reads and writes it
         self._doorbell_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._resources.callback(os.close, self._doorbell_fd)
         return fd, self._doorbell_fd

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ple_offload.connector.drain_triton import CONTROL_WORDS, INTERPRETED
+from ple_offload.launch import Launch
 
 CHUNK = 1024  # integers of one turn
 MAX_PROGRAMS = 64
@@ -134,6 +135,7 @@ class Beginning:
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._nothing = Source(self._rows_per_token, announced, 0)
         self._announced, self._limit_ns = announced, limit_ns
+        self._start = Launch(_begin)
 
     def tell(self, flag: int, slot: int, num_tokens: int, error: int) -> None:
         """What the model waits for next; the inputs are the host's affair, or it is a dummy: 0 tokens, error 0."""
@@ -171,12 +173,16 @@ class Beginning:
     ) -> None:
         a, b, c = [*sources, self._nothing, self._nothing, self._nothing][:3]
         most = max(a.count, b.count, c.count)
-        _begin[(max(1, min(MAX_PROGRAMS, most // CHUNK)),)](
+        self._start(
+            (what, a.tensor.dtype, b.tensor.dtype, c.tensor.dtype),
+            max(1, min(MAX_PROGRAMS, most // CHUNK)),
             a.tensor, a.at, a.count,
             b.tensor, b.at, b.count,
             c.tensor, c.at, c.count,
             head, self._announced, error,
             self.control, self._rows_per_token, len(self._rows_per_token), self._counter,
             step, num_reqs, num_tokens, flag, slot, self._limit_ns,
-            WHAT=what, CONTROL_WORDS=CONTROL_WORDS, CHUNK=CHUNK, INTERPRETED=INTERPRETED,
+            constants=lambda: {
+                "WHAT": what, "CONTROL_WORDS": CONTROL_WORDS, "CHUNK": CHUNK, "INTERPRETED": INTERPRETED
+            },
         )  # fmt: skip

@@ -8,13 +8,12 @@ outside the vocabulary gets row -2, which gathers as NaN.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ple_offload.families.qwen_ple import QwenPle
+from ple_offload.launch import Launch
 
 # What `bad` holds while every id so far was in the vocabulary.
 NO_BAD_ID = (1 << 62) - 1
@@ -90,6 +89,7 @@ class QwenPleOnDevice:
         self._family = family
         values = [*family.multipliers, *family.head_sizes, *family.head_offsets]
         self._constants = torch.tensor(values, dtype=torch.int64, device=device)
+        self._launch = Launch(_row_numbers)
 
     def row_numbers(
         self,
@@ -105,15 +105,10 @@ class QwenPleOnDevice:
         """
         num_tokens, heads = out.shape
         num_reqs = query_start_loc.shape[0] - 1
-        grid = (triton.cdiv(num_tokens, self.BLOCK),)
-        arguments: dict[str, Any] = {
-            "N": self._family.ngram_size,
-            "HEADS": heads,
-            "HEADS_P2": triton.next_power_of_2(heads),
-            "BLOCK": self.BLOCK,
-        }
         if num_tokens:
-            _row_numbers[grid](
+            self._launch(
+                (input_ids.dtype, query_start_loc.dtype, ngram_context.dtype),
+                triton.cdiv(num_tokens, self.BLOCK),
                 input_ids,
                 query_start_loc,
                 ngram_context,
@@ -125,5 +120,10 @@ class QwenPleOnDevice:
                 max(1, num_reqs).bit_length(),
                 self._family.vocab_size,
                 self._family.eos_token_id,
-                **arguments,
+                constants=lambda: {
+                    "N": self._family.ngram_size,
+                    "HEADS": heads,
+                    "HEADS_P2": triton.next_power_of_2(heads),
+                    "BLOCK": self.BLOCK,
+                },
             )

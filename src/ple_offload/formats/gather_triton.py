@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ple_offload.errors import UsageError
 from ple_offload.formats.base import RowFormat
+from ple_offload.launch import Launch
 
 KINDS = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3}
 KIND_RAW = 4  # the values are wanted as they are stored: bits are moved, nothing is computed
@@ -171,8 +172,8 @@ class GatherOnDevice:
             "CODE_BYTES": code_bytes,
             "WORDS_P2": triton.next_power_of_2(row_format.row_bytes // width),
             "SEARCH": 0 if step else len(bases).bit_length(),
-            "ROWS": self.ROWS,
         }
+        self._launch = Launch(_gather)
 
     def run(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Fill out [rows.numel(), row_dim] of bf16, fp16 or fp32 from rows int64; both contiguous on the device."""
@@ -180,8 +181,9 @@ class GatherOnDevice:
         if not count:
             return
         raw = NAMES[out.dtype] == self._format.name
-        grid = (min(self._programs, triton.cdiv(count, self.ROWS)),)
-        _gather[grid](
+        self._launch(
+            out.dtype,
+            min(self._programs, triton.cdiv(count, self.ROWS)),
             self._bases,
             self._starts,
             rows,
@@ -190,8 +192,11 @@ class GatherOnDevice:
             self._bases.numel(),
             self._step,
             rounded_scale(self._format, out.dtype),
-            KIND=KIND_RAW if raw else KINDS[self._format.name],
-            AS_BF16=out.dtype == torch.bfloat16,
-            NAN=nan_bits(out.dtype),
-            **self._constants,
+            constants=lambda: {
+                **self._constants,
+                "KIND": KIND_RAW if raw else KINDS[self._format.name],
+                "AS_BF16": out.dtype == torch.bfloat16,
+                "NAN": nan_bits(out.dtype),
+                "ROWS": self.ROWS,
+            },
         )
