@@ -60,6 +60,10 @@ class Route(Protocol):
 
     name: str
 
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that it holds between steps; the outputs are the forward's."""
+
     def asks_worker(self, step: int, num_tokens: int) -> bool:
         """Whether the step is to be published; else the forward itself has all it needs. Asked once for each real step.
 

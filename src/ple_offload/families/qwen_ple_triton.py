@@ -90,6 +90,7 @@ class QwenPleOnDevice:
         self._family = family
         values = [*family.multipliers, *family.head_sizes, *family.head_offsets]
         self._constants = torch.tensor(values, dtype=torch.int64, device=device)
+        self.device_bytes = self._constants.nbytes
 
     def row_numbers(
         self,
