@@ -18,7 +18,7 @@ import lookup
 import world
 from record import Record
 
-PARTS = ("lookup",)
+PARTS = ("lookup", "step")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,6 +42,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=world.FULL_ROWS, help="about how many rows the FP8 table has")
     parser.add_argument("--bf16-rows", type=int, default=160_000_000, help="and the BF16 table")
     parser.add_argument("--text", type=Path, help="a .npy of token ids of real text (text_ids.py makes one)")
+    parser.add_argument(
+        "--shards",
+        type=Path,
+        default=Path(__file__).parents[2] / "build/bench",
+        help="start: where the checkpoint is written (build/bench)",
+    )
     parser.add_argument(
         "--worlds", type=_names, default=["fp8"], help=f"lookup: which tables, of {', '.join(lookup.WORLDS)}"
     )
