@@ -265,15 +265,15 @@ def _fill_all(mapping: Mapping, huge: bool, threads: int) -> None:
         part = words[first // 8 : (first + SLICE_BYTES) // 8]
         if huge:
             collapse(mapping.address + first, part.nbytes)
-        _fill(part, np.uint64(first // 8))
+        fill_words(part, np.uint64(first // 8))
 
-    _fill(words[:0], np.uint64(0))  # compile it once, not in every thread
+    fill_words(words[:0], np.uint64(0))  # compile it once, not in every thread
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(fill, range(0, mapping.num_bytes, SLICE_BYTES)))
 
 
 @native.kernel()
-def _fill(words, first):  # type: ignore[no-untyped-def]
+def fill_words(words, first):  # type: ignore[no-untyped-def]
     """Word i gets the splitmix64 hash of first + i; a byte that would be an FP8 NaN gets its neighbour."""
     for i in range(words.size):
         x = (first + np.uint64(i)) * np.uint64(0x9E3779B97F4A7C15)
