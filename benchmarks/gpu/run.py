@@ -18,7 +18,7 @@ import lookup
 import world
 from record import Record
 
-PARTS = ("lookup", "step")
+PARTS = ("lookup", "step", "start", "cost", "concurrency")
 
 
 def main(arguments: list[str] | None = None) -> int:
