@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,19 @@ def load(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def load_beside(name: str) -> ModuleType:
+    """A module that imports others of its folder; they are forgotten again, for their names are plain ones."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return load(name)
+    finally:
+        sys.path[:] = path
+        for other in set(sys.modules) - before:
+            if str(FOLDER.parent) in str(getattr(sys.modules[other], "__file__", "")):
+                del sys.modules[other]
 
 
 @pytest.mark.parametrize(
@@ -83,3 +98,102 @@ def test_the_world_is_the_released_models(tmp_path: Path) -> None:
         first = made.store.raw[:1000].copy()
     with world.World.make("fp8", 20_000, threads=1, huge=False) as made:
         assert np.array_equal(made.store.raw[:1000], first)
+
+
+STEP = """
+import sys, json
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
+import torch, bare_gather, concurrency, decoder, lookups, step
+from loop import Batch, Inputs
+from record import Record
+from world import World, LAYER
+
+torch.set_num_threads(1)
+decoder.LAYERS, step.BLOCK_S, step.MIN_ROUNDS = 3, 1e-4, 2
+DECODE, PREFILL = Batch("decode", 2), Batch("prefill", 5)
+
+if __name__ == "__main__":
+    with World.make("fp8", 20_000, threads=2) as world, world.worker() as worker:
+        def plain(address, rows, out, scale):  # the interpreter of Triton rounds to bf16 in its own way
+            out.copy_(world.table.gather(rows))
+        bare_gather.copy_and_decode = plain
+        inputs = Inputs(torch.device("cpu"))
+        ways = {name: lookups.make(name, world, inputs, worker.address) for name in lookups.NAMES}
+        record = Record(Path(sys.argv[2]), again=True)
+        cases = ((DECODE, 1), (PREFILL, 1))
+        model = decoder.Decoder(32, inputs.device)
+        step.measure(record, "small", model, ways, inputs, world, 0.1, cases)
+        right = ways["direct"].take
+        ways["direct"].take = lambda hidden: right(hidden) + 1
+        few = {name: ways[name] for name in ("none", "hbm", "direct")}
+        step.measure(record, "wrong", model, few, inputs, world, 0.1, cases[:1])
+        with concurrency.engines(world, worker.address, ["staged"], [0], 0, (DECODE, PREFILL)) as pair:
+            record.put(concurrency.measure(pair, world, "staged", 0, 2, 0.1), "concurrency")
+        for way in ways.values():
+            way.close()
+"""
+
+
+def test_a_step_is_checked_and_timed_and_wrong_rows_are_not(tmp_path: Path) -> None:
+    """On the CPU, with plain forwards in the place of graphs; times are not looked at."""
+    (tmp_path / "drive.py").write_text(STEP)
+    command = [sys.executable, str(tmp_path / "drive.py"), str(FOLDER), str(tmp_path / "out.json")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    ways = {"none", "hbm", "uva", "direct", "staged", "auto"}
+    for case, tokens in (("decode 2", 2), ("prefill 5", 5)):
+        assert set(found["small"][case]["rows"]) == ways
+        timed = found["small"][f"{case}, 1 in flight"]
+        assert set(timed) == ways
+        for one in timed.values():
+            assert one["tokens_per_s"] == pytest.approx(tokens / one["step_ms"]["p50"] * 1e3, rel=0.02, abs=1)
+        assert timed["hbm"]["throughput_of_hbm"]["p50"] == 1
+        far = found["small"][case]["distance from hbm"]
+        assert far["none"] > 0.1
+        assert far["direct"] == far["staged"] == 0
+    assert "tokens have wrong rows" in found["failed"]["wrong"]["decode 2"]["rows"]["direct"]["error"]
+    assert "direct" not in found["wrong"]["decode 2, 1 in flight"]
+    assert "small" not in found["failed"]
+    assert {"decode 2", "prefill 5", "host_gb_per_s"} == set(found["concurrency"])
+
+
+def test_a_decoder_is_as_wide_as_its_step_is_to_be_long() -> None:
+    width_for = load_beside("decoder").width_for
+    assert width_for(8e-3, lambda width: 1e-3 + width * 1e-7) == 69_888  # 70,000, to a multiple of 256
+    assert width_for(1e-9, lambda width: 1e-3 + width * 1e-7) == 256
+
+
+def test_hot_rows_are_the_commonest_and_are_found() -> None:
+    hot_set = load_beside("hot_set")
+    rows = np.array([[1, 10], [1, 11], [2, 10], [1, 12], [2, 10]])
+    chosen = hot_set.commonest(rows, 3)
+    assert chosen.tolist() == [1, 2, 10]
+    assert hot_set.commonest(rows, 100).tolist() == [1, 2, 10, 11, 12]
+    found = hot_set.contains(chosen, np.array([[1, 10], [3, 12], [2, 99]]))
+    assert found.tolist() == [[True, True], [False, False], [True, False]]
+    eos = hot_set.EOS
+    first, second = hot_set.halves(np.array([5, 6, eos, 7, 8, 9, eos, 4, eos]))
+    assert first.tolist() == [5, 6, eos]
+    assert second.tolist() == [7, 8, 9, eos, 4, eos]
+
+
+def test_the_cost_of_a_prefill_with_a_hot_set() -> None:
+    """A quarter of the growing part is left, or a tenth; looking into GPU memory adds 30 us."""
+    hot_set = load_beside("hot_set")
+    names = {"direct tokens": (20.0, 1020.0), "staged tokens": (100.0, 500.0), "hbm fused": (10.0, 40.0)}
+    times = {
+        tokens: {"wall_us": {name: {"p50": both[i]} for name, both in names.items()}}
+        for i, tokens in enumerate(("1", "8192"))
+    }
+    found = hot_set.costs(times, {"hit": 0.75, "distinct_missed": 0.1})
+    assert found == {
+        "direct": 300.0,
+        "direct distinct": 150.0,
+        "direct without a set": 1020.0,
+        "staged": 230.0,
+        "staged distinct": 170.0,
+        "staged without a set": 500.0,
+    }

@@ -6,8 +6,8 @@
 
 Layers share two sets of weights in turn. Each set is larger than the GPU's cache (the results give both), so every layer
 reads its weights from GPU memory, as 48 sets would, and a step's time is set by `width` alone. No attention, no sampling:
-both would only make the step longer, and the lookup easier to hide. With width 0 there are no products: a forward is the
-lookup alone.
+both would only make the step longer, and the lookup easier to hide. With width 0 there is nothing of this: a forward is
+the lookup alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Decoder:
             return out.normal_(std=scale, generator=generator)
 
         self.width = width
-        self.embedding = normal(vocab_size, HIDDEN, 1.0)
+        self.embedding = normal(vocab_size if width else 0, HIDDEN, 1.0)
         self.layers = LAYERS if width else PLE_LAYER + 1
         self.weights = [
             (normal(HIDDEN, width, HIDDEN**-0.5), normal(width, HIDDEN, max(1, width) ** -0.5)) for _ in range(SETS)
@@ -61,7 +61,10 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(hidden [tokens, HIDDEN], the table's rows) of ids [tokens] of requests that begin at starts [requests + 1]."""
         lookup.begin(ids, starts, context)
-        hidden = torch.nn.functional.embedding(ids, self.embedding)
+        if self.width:
+            hidden = torch.nn.functional.embedding(ids, self.embedding)
+        else:
+            hidden = torch.zeros((ids.shape[0], HIDDEN), dtype=torch.bfloat16, device=ids.device)
         rows = None
         for layer in range(self.layers):
             if layer == PLE_LAYER:

@@ -1,6 +1,6 @@
 """From `open_table` to the first row on the GPU: shards on disk, tier `file`, route `direct`, nothing copied.
 
-    warm        the shards are in the page cache; three starts in processes of their own
+    warm        the shards are in the page cache; two starts in processes of their own
     second      while a first engine holds the table, a second one starts; and what both hold of the host's memory
     cold        nothing of the shards is in the page cache (asked of mincore), beside plain reads of cold shards by as many
                 threads: `rate_of_disk` is the table's bytes / time to the first row / the plain rate
@@ -33,7 +33,7 @@ from ple_offload import config
 
 CHILD = str(Path(__file__).parent / "start_process.py")
 WARM_ROWS = 200_000
-STARTS = 3
+STARTS = 2
 WRITE_BUDGET_S, QUICK_BUDGET_S = 45.0, 10.0
 COLD_BUDGET_S = 60.0
 SLICE_BYTES = 16 << 20

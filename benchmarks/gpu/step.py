@@ -40,11 +40,11 @@ CASES = (
 SIZED_WITH = Batch("decode", 64)
 BLOCK_S = 0.15
 WARM_STEPS = 2
-CHECKS = 3
+CHECKS = {"decode": 3, "prefill": 1}
 MIN_ROUNDS = 8
-CASE_S = {8.0: 11.0, 2.0: 7.0}  # of timing, all contenders together
+CASE_S = {8.0: 9.0, 2.0: 6.0}  # of timing, all contenders together
 QUICK_S = 1.0
-MAX_DISTANCE = 0.02  # between two results with the same rows, as a share of the largest element
+MAX_DISTANCE = 0.1  # between two results with the same rows, as a share of the largest element
 
 
 class WrongError(Exception):
@@ -123,7 +123,7 @@ def measure(
 def check_rows(engine: Engine, batch: Batch, world: World) -> None:
     """Prepare the batch; raise WrongError unless the rows inside a step are the reference's."""
     engine.prepare(batch)
-    for _ in range(CHECKS):
+    for _ in range(CHECKS[batch.kind]):
         _, rows = engine.look(batch)
         if rows is None:
             continue
