@@ -192,7 +192,7 @@ def make(name: str, world: World, inputs: Inputs, address: str) -> Lookup:
     with contextlib.ExitStack() as stack:
         if name == "hbm":
             rows = resident(world, inputs.device)
-            stack.callback(rows.resize_, 0)  # the stack keeps the tensor; its memory goes with it
+            stack.callback(rows.untyped_storage().resize_, 0)  # keeps the memory until then
             at = rows.data_ptr()
         else:
             _, at = stack.enter_context(page_locked(world, inputs.device))
