@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from batches import MAX_TOKENS, Batch
-from contenders import DEVICE, Contender, Decoder, words_of
+from contenders import DEVICE, Contender, Decoder
+from on_device import words_of
 from world import ROWS_PER_TOKEN, World
 
 from ple_offload.cuda import Cuda, Registration, driver

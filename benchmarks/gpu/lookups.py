@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import bare_gather
 import torch
+from on_device import page_locked, resident
 from world import EMBED_DIM, LAYER, ROWS_PER_TOKEN, World
 
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector
-from ple_offload.cuda import Cuda, Registration
 from ple_offload.families.qwen_ple import QwenPle
 from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice
 from ple_offload.layer import PleOffloadLayer, finish, start
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 NAMES = ("none", "hbm", "uva", "direct", "staged", "auto")
 OURS = ("direct", "staged", "auto")
 IN_FLIGHT = 2
-COPY_ROWS = 1 << 22
 
 
 class Lookup(Protocol):
@@ -105,32 +102,6 @@ class InForward(NoTable):
 
     def close(self) -> None:
         self._keep.close()
-
-
-@contextlib.contextmanager
-def page_locked(world: World, device: torch.device) -> Iterator[tuple[World, int]]:
-    """The table mapped once more and registered for reading, and where the device sees it."""
-    with world.again() as mapped:
-        ((address, num_bytes),) = mapped.store.ranges()
-        if device.type == "cpu":
-            yield mapped, address
-            return
-        registration = Registration(Cuda(device), address, num_bytes, read_only=True)
-        try:
-            yield mapped, registration.device_address
-        finally:
-            torch.cuda.synchronize(device)
-            registration.close()
-
-
-def resident(world: World, device: torch.device) -> torch.Tensor:
-    """The whole table on the device: uint8 [num_rows, row_bytes]."""
-    rows = torch.empty((world.spec.num_rows, world.spec.row_bytes), dtype=torch.uint8, device=device)
-    with page_locked(world, device) as (mapped, _), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the memory is read-only, and torch knows no such tensors
-        for first in range(0, len(rows), COPY_ROWS):
-            rows[first : first + COPY_ROWS].copy_(torch.from_numpy(mapped.store.raw[first : first + COPY_ROWS]))
-    return rows
 
 
 class Ours(NoTable):
