@@ -6,6 +6,7 @@ sets the pace: its rate is measured first, and the table is made smaller where i
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import random_table
 from random_table import ROW_DIM, Made
 from world import fill_words
 
-from ple_offload import config
+from ple_offload import config, native
 
 SHARDS = 16
 SMALL_ROWS = 100_000_000  # 16 GB
@@ -28,10 +29,15 @@ PROBE_BYTES = 1 << 30
 
 
 def write(folder: Path, rows: int, budget_s: float) -> tuple[Made, dict[str, Any]]:
-    """The checkpoint, of about `rows` rows if it can be, and how it was written."""
+    """The checkpoint, of about `rows` rows if it can be, and how it was written; one that is there already is kept."""
     folder.mkdir(parents=True, exist_ok=True)
+    written = folder / "written.json"
+    if written.exists():
+        facts = json.loads(written.read_text())
+        if facts["wanted_rows"] == rows:
+            return random_table.make(folder, facts["rows"], SHARDS), facts
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-    rate = _write_rate(folder)
+    rate = _write_rate(folder, min(PROBE_BYTES, rows * ROW_DIM))
     facts: dict[str, Any] = {
         "folder": str(folder),
         "file_system": _file_system(folder),
@@ -48,16 +54,22 @@ def write(folder: Path, rows: int, budget_s: float) -> tuple[Made, dict[str, Any
     began_s = time.monotonic()
     made = random_table.make(folder, rows, SHARDS, write_rows=_write_rows)
     facts |= {"num_rows": made.num_rows, "table_bytes": made.table_bytes, "files": made.shards}
-    facts["written_s"] = round(time.monotonic() - began_s, 2)
+    facts |= {"rows": rows, "written_s": round(time.monotonic() - began_s, 2)}
+    written.write_text(json.dumps(facts))
     return made, facts
 
 
 def expected_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
     """The bytes [n, ROW_DIM] of row numbers [n]."""
     words = np.empty((rows.size, ROW_DIM // 8), np.uint64)
-    for row, place in zip(rows.reshape(-1).tolist(), words, strict=True):
-        fill_words(place, np.uint64(row * (ROW_DIM // 8)))
+    _fill_rows(words, rows.reshape(-1))
     return words.view(np.uint8)
+
+
+@native.kernel()
+def _fill_rows(words, rows):  # type: ignore[no-untyped-def]
+    for i in range(rows.size):
+        fill_words(words[i], np.uint64(rows[i] * words.shape[1]))
 
 
 def _write_rows(file: BinaryIO, first: int, count: int) -> None:
@@ -80,17 +92,17 @@ def _write_rows(file: BinaryIO, first: int, count: int) -> None:
     file.seek(start + count * ROW_DIM)
 
 
-def _write_rate(folder: Path) -> float:
-    """Bytes a second to the disk itself, one writer."""
+def _write_rate(folder: Path, num_bytes: int) -> float:
+    """Bytes a second of so many to the disk itself, one writer."""
     path = folder / "probe"
-    data = memoryview(np.random.default_rng(0).bytes(16 << 20))
+    data = memoryview(np.random.default_rng(0).bytes(min(16 << 20, num_bytes)))
     try:
         began_s = time.monotonic()
         with path.open("wb", buffering=0) as file:
-            for _ in range(PROBE_BYTES // len(data)):
+            for _ in range(num_bytes // len(data)):
                 file.write(data)
             os.fsync(file.fileno())
-        return PROBE_BYTES / (time.monotonic() - began_s)
+        return num_bytes / (time.monotonic() - began_s)
     finally:
         path.unlink(missing_ok=True)
 
