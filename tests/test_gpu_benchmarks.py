@@ -29,7 +29,7 @@ def load(name: str) -> ModuleType:
 def load_beside(name: str) -> ModuleType:
     """A module that imports others of its folder; they are forgotten again, for their names are plain ones."""
     before, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(FOLDER))
+    sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
     try:
         return load(name)
     finally:
@@ -66,6 +66,37 @@ def test_fastest_by_median_among_those_measured() -> None:
     fastest = load("intervals").fastest
     assert fastest({"a": [1.0, 9.0, 9.0], "b": [5.0, 5.0, 5.0], "c": [0.0]}, ["a", "b"]) == "b"
     assert fastest({"c": [1.0]}, ["a", "b"]) is None
+
+
+def test_auto_is_compared_with_the_better_of_its_routes_and_all_with_the_better_plain_gather() -> None:
+    times = {
+        "uva": [10.0, 30.0, 20.0],
+        "uva fused": [5.0, 15.0, 10.0],
+        "direct": [8.0, 8.0, 8.0],
+        "staged": [4.0, 6.0, 2.0],
+        "auto": [6.0, 9.0, 3.0],
+        "auto tokens": [1.0, 1.0, 1.0],  # its routes were not measured
+    }
+    found = load_beside("comparisons").comparisons("wall", times)
+    assert found["wall_over_uva"]["base"] == "uva fused"
+    assert found["wall_over_uva"]["uva"]["p50"] == 2
+    assert "uva fused" not in found["wall_over_uva"]
+    assert (found["wall_over_uva"]["direct"]["low"], found["wall_over_uva"]["direct"]["high"]) == (0.5333, 1.6)
+    assert set(found["wall_regret"]) == {"auto"}
+    assert found["wall_regret"]["auto"]["better"] == "staged"
+    assert found["wall_regret"]["auto"]["p50"] == 1.5
+    assert load_beside("comparisons").comparisons("wall", {"direct": [1.0]}) == {}
+
+
+def test_a_checkpoint_is_written_once_and_holds_what_it_must(tmp_path: Path) -> None:
+    file_world = load_beside("file_world")
+    with file_world.FileWorld.make(tmp_path, 100_000, 45.0) as made:
+        rows = np.random.default_rng(0).integers(0, made.spec.num_rows, (7, 16))
+        assert np.array_equal(made.table.gather(rows).view(np.uint16).reshape(7, -1), made.reference(rows))
+        assert made.describe()["cached_share"] == 1
+        written = made.describe()["written_s"]
+    with file_world.FileWorld.make(tmp_path, 100_000, 45.0) as again:
+        assert again.describe()["written_s"] == written
 
 
 def test_a_record_keeps_what_came_before_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

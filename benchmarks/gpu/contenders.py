@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import bare_gather
@@ -30,7 +31,6 @@ class Contender:
 
     captured = True
     chained = True
-    note = ""
 
     def prepare(self, batch: Batch) -> None:
         """Nothing to do."""
@@ -46,6 +46,13 @@ class Contender:
 
     def before_capture(self, tokens: int) -> None:
         """Nothing to do."""
+
+    def choice(self, tokens: int) -> str:
+        """Which of several ways it goes with so many tokens, where it has several."""
+        return ""
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         """Nothing to do."""
@@ -169,7 +176,6 @@ class Ours(Contender):
             if world:
                 world.close()
             raise
-        self.note = str(getattr(self.connector, "route_report", ""))
 
     def prepare(self, batch: Batch) -> None:
         self.rows[: batch.tokens] = batch.rows
@@ -192,6 +198,15 @@ class Ours(Contender):
 
     def before_capture(self, tokens: int) -> None:
         self.connector.signal_dummy_outputs(tokens)
+
+    def choice(self, tokens: int) -> str:
+        report = self.connector.route_report
+        if self.connector.config.route != "auto":
+            return ""
+        return "direct" if tokens <= report.direct_tokens else "staged"
+
+    def describe(self) -> dict[str, Any]:
+        return {"report": asdict(self.connector.route_report), "device_bytes": self.connector.device_bytes}
 
     def close(self) -> None:
         self.connector.close()

@@ -142,6 +142,9 @@ class CrossProcess(Contender):
         if self._process.poll() is not None:
             raise RuntimeError(f"the other process ended with status {self._process.returncode}.")
 
+    def describe(self) -> dict[str, Any]:
+        return {"torch_threads": torch.get_num_threads(), "message": "unix socket"}
+
     def _send(self) -> None:
         while (item := self._queue.get()) is not None:
             event, count = item
