@@ -88,6 +88,52 @@ def test_auto_is_compared_with_the_better_of_its_routes_and_all_with_the_better_
     assert load_beside("comparisons").comparisons("wall", {"direct": [1.0]}) == {}
 
 
+MACHINE = {
+    "gpu": "a GPU",
+    "driver": [580, 1],
+    "pcie_h2d_gb_per_s": 50.0,
+    "cores": 4,
+    "cpu": "a CPU",
+    "memory_gib": 8,
+    "kernel": "6",
+    "torch": "2",
+    "triton": "3",
+}
+
+
+def test_tables_show_the_faster_kind_and_name_who_is_missing(tmp_path: Path) -> None:
+    summary, comparisons = load_beside("intervals").summary, load_beside("comparisons").comparisons
+    times = {
+        "uva": [40.0, 60.0, 50.0],
+        "uva fused": [30.0, 20.0, 25.0],
+        "direct": [10.0, 12.0, 11.0],
+        "staged": [100.0, 100.0, 100.0],
+        "auto": [22.0, 24.0, 22.0],
+    }
+    one = {"wall_us": {name: {**summary(values), "late": 0} for name, values in times.items()}, "pcie_limit_us": 2.0}
+    one |= {"chosen": {"auto": "direct"}, **comparisons("wall", times)}
+    found = {
+        "machine": MACHINE,
+        "tables": {"fp8": {"num_rows": 1000, "row_bytes": 160, "tier": "ram"}},
+        "pools": {"fp8": {"random": "random ids"}},
+        "lookup": {"fp8": {"random": {"64": one}}},
+        "failed": {"start": {"fp8": {"hbm": {"error": "CudaError: no\nmore", "trace": "..."}}}},
+        "wrong": {"fp8": {"random": {"64": {"cross-process": "WrongRowsError: eager"}}}},
+    }
+    text = load_beside("tables").lookup(found)
+    head, row = (line.split(" | ") for line in text.splitlines() if line.startswith(("| tokens", "| 64 ")))
+    cells = dict(zip(head, row, strict=True))
+    assert cells["uva"] == "25.0 (20.0-30.0)"
+    assert "hbm" not in cells
+    assert cells["direct / uva"] == "0.44 (0.33-0.60)"
+    assert cells["ours / limit"] == "5.50"
+    assert row[-1] == "2.00 (2.00-2.20), direct; chose direct |"
+    assert "failed: start fp8 hbm: CudaError: no\n" in text
+    assert "wrong: fp8 random 64 cross-process: WrongRowsError: eager" in text
+    load_beside("plot").draw(found, "fp8", tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_checkpoint_is_written_once_and_holds_what_it_must(tmp_path: Path) -> None:
     file_world = load_beside("file_world")
     with file_world.FileWorld.make(tmp_path, 100_000, 45.0) as made:
@@ -189,6 +235,12 @@ def test_a_step_is_checked_and_timed_and_wrong_rows_are_not(tmp_path: Path) -> N
     assert "direct" not in found["wrong"]["decode 2, 1 in flight"]
     assert "small" not in found["failed"]
     assert {"decode 2", "prefill 5", "host_gb_per_s"} == set(found["concurrency"])
+    tables = load_beside("tables")
+    text = tables.step({"machine": MACHINE, "step small": found["small"], "failed": found["failed"]})
+    assert "| decode 2, 1 in flight |" in text
+    assert "tokens have wrong rows" in text
+    text = tables.concurrency({"machine": MACHINE, "lookup alone": {"staged": found["concurrency"]}})
+    assert "| lookup alone | staged | decode 2 " in text
 
 
 def test_a_decoder_is_as_wide_as_its_step_is_to_be_long() -> None:
