@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="devices are torch's")
 
-from fake_driver import SHIFT, FakeDriver  # noqa: E402
-from ple_offload import cuda  # noqa: E402
+from fake_driver import NAMES, SHIFT, FakeDriver  # noqa: E402
+from ple_offload import CpuGpuSemaphore, cuda  # noqa: E402
 from ple_offload.errors import CudaError, UsageError  # noqa: E402
 
 GIB = 1 << 30
@@ -76,9 +76,83 @@ def test_memory_that_does_not_unpin_is_logged_and_hides_no_error(
 
 
 def test_no_stream_memory_operations_is_said(fake: FakeDriver, gpu: cuda.Cuda) -> None:
-    fake.refused["cuStreamWriteValue64"] = 1
-    with pytest.raises(CudaError, match="no stream memory operations"):
-        gpu.write_value(1, 2, 3)
+    fake.refused = {"cuStreamWriteValue64": 1, "cuStreamWaitValue64": 1}
+    for call in (gpu.write_value, gpu.wait_value):
+        with pytest.raises(CudaError, match="no stream memory operations"):
+            call(1, 2, 3)
+
+
+def test_a_device_is_found_by_its_uuid_without_torch(fake: FakeDriver) -> None:
+    """Every call that needs a device is made under the context of that one; the caller's is current again afterwards."""
+    fake.current = "the caller's"
+    context = cuda.Context(NAMES[1])
+    assert context.uuid() == NAMES[1]
+    address = context.allocate(4096)
+    stream = context.make_stream()
+    context.fill(stream, address, 7, 4096)
+    assert context.wait_for(stream, 0)
+    assert (fake.bytes(address, 4096) == 7).all()
+    context.end_stream(stream)
+    context.free(address)
+    assert fake.contexts == [0, 1]
+    made = [call[0] for call in fake.calls].index("cuDevicePrimaryCtxRetain") + 1
+    assert {call[2] for call in fake.calls[made:]} == {"context of 1"}
+    context.close()
+    assert fake.in_use() == []
+    assert fake.current == "the caller's"
+
+
+def test_a_uuid_that_is_not_there_is_said_with_those_that_are(fake: FakeDriver) -> None:
+    with pytest.raises(
+        CudaError, match=rf"GPU elsewhere: expected one of .* {NAMES[0]}, {NAMES[1]}\..*CUDA_VISIBLE_DEVICES"
+    ):
+        cuda.Context("elsewhere")
+    assert fake.in_use() == []
+
+
+def test_without_the_drivers_library_that_is_said(fake: FakeDriver) -> None:
+    fake.no_library = True
+    with pytest.raises(CudaError, match=r"cuInit on GPU .*libcuda\.so\.1.*route 'staged'"):
+        cuda.Context(NAMES[0])
+
+
+def test_memory_is_shared_by_64_plain_bytes(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    address = gpu.allocate(4096)
+    handle = gpu.share(address)
+    assert type(handle) is bytes
+    assert len(handle) == cuda.HANDLE_BYTES == 64
+    assert gpu.open_shared(handle) == address
+    assert gpu.num_bytes_from(address) == 4096
+    gpu.close_shared(address)
+    with pytest.raises(UsageError, match="expected 64 bytes, found 63"):
+        gpu.open_shared(handle[:-1])
+    with pytest.raises(CudaError, match=r"cuIpcOpenMemHandle\(CUipcMemHandle, 0x1\) on cuda:3.*route 'staged'"):
+        gpu.open_shared(bytes(64))
+
+
+def test_a_wait_for_a_stream_ends(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    address, stream = gpu.allocate(64), gpu.make_stream()
+    fake.hold = True
+    gpu.fill(stream, address, 1, 64)
+    assert not gpu.wait_for(stream, 0.05)
+    fake.go()
+    assert gpu.wait_for(stream, 0)
+
+
+def test_a_semaphore_signals_and_waits_in_stream_order(fake: FakeDriver, gpu: cuda.Cuda) -> None:
+    address, stream = gpu.allocate(64), gpu.make_stream()
+    semaphore = CpuGpuSemaphore(gpu, address + 8)
+    gpu.fill(stream, address, 0, 64)
+    fake.hold = True
+    semaphore.signal(stream, 5 << 48 | 3)
+    semaphore.wait(stream, 5 << 48 | 3)
+    word = fake.bytes(address + 8, 8).view("u8")
+    assert word[0] == 0
+    fake.go()
+    assert word[0] == 5 << 48 | 3
+    assert fake.calls[-1][1] == (stream, address + 8, 5 << 48 | 3, 1)  # 1: until it is equal
+    with pytest.raises(UsageError, match="multiple of 8"):
+        CpuGpuSemaphore(gpu, address + 4)
 
 
 def test_where_the_device_uses_host_page_tables_nothing_is_registered_and_it_is_said_once(

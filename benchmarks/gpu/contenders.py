@@ -145,7 +145,7 @@ class Ours(Contender):
     """The real connector and layer. Row numbers (request "rows") or token ids that are hashed (request "tokens")."""
 
     def __init__(self, name: str, request: str, *, worker: Worker | None = None, world: World | None = None) -> None:
-        """worker: routes `staged` and `auto`; world: a mapping of its own for `direct`, closed with this."""
+        """worker: all routes but `direct`; world: a mapping of its own for `direct`, closed with this."""
         self.world = world
         self.layer = PleOffloadLayer(LAYER, EMBED_DIM)
         self.hidden = torch.empty((MAX_TOKENS, 1), device=DEVICE)
@@ -243,6 +243,8 @@ def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Con
         "direct tokens": lambda _: Ours("direct tokens", "tokens", world=world.again()),
         "staged": lambda _: Ours("staged", "rows", worker=worker),
         "staged tokens": lambda _: Ours("staged tokens", "tokens", worker=worker),
+        "ipc": lambda _: Ours("ipc", "rows", worker=worker),
+        "ipc tokens": lambda _: Ours("ipc tokens", "tokens", worker=worker),
         "auto": lambda _: Ours("auto", "rows", worker=worker),
         "auto tokens": lambda _: Ours("auto tokens", "tokens", worker=worker),
     }

@@ -23,6 +23,7 @@ LINES: dict[str, dict[str, Any]] = {
     "uva": {"color": "dimgrey", "marker": "s"},
     "direct": {"color": "tab:blue", "marker": "o", "linewidth": 2.2},
     "staged": {"color": "tab:orange", "marker": "o", "linewidth": 2.2},
+    "ipc": {"color": "tab:cyan", "marker": "o", "linewidth": 2.2},
     "auto": {"color": "tab:green", "marker": "*", "markersize": 10, "linestyle": ":", "linewidth": 2.2},
     "hbm": {"color": "black", "marker": "^"},
 }
@@ -32,6 +33,7 @@ LABELS = {
     "uva": "uva: plain GPU gather from host memory",
     "direct": "ple-offload, direct",
     "staged": "ple-offload, staged",
+    "ipc": "ple-offload, ipc",
     "auto": "ple-offload, auto",
     "hbm": "hbm: the table in GPU memory",
 }

@@ -16,11 +16,14 @@ COLUMNS = {
     "transformers": ("transformers",),
     "direct": ("direct",),
     "staged": ("staged",),
+    "ipc": ("ipc",),
     "auto": ("auto",),
     "direct, from ids": ("direct tokens",),
     "staged, from ids": ("staged tokens",),
+    "ipc, from ids": ("ipc tokens",),
     "auto, from ids": ("auto tokens",),
 }
+OURS = ("direct", "staged", "ipc", "auto")
 FIGURES = {
     "wall_us": "Launched from Python, until the GPU is done",
     "queued_us": "On the GPU, launching hidden behind other work",
@@ -68,7 +71,7 @@ def lookup(found: Found) -> str:
 def _times(sizes: dict[str, Found], figure: str) -> str:
     measured = {tokens: one for tokens, one in sizes.items() if one.get(figure)}
     columns = [c for c in COLUMNS if any(best(one[figure], c) for one in measured.values())]
-    compared = [c for c in ("direct", "staged", "auto") if c in columns]
+    compared = [c for c in OURS if c in columns]
     regret = f"{figure.removesuffix('_us')}_regret"
     has_regret = any(regret in one for one in measured.values())
     head = ["tokens", "PCIe limit", *columns, *(f"{c} / uva" for c in compared), "ours / limit"]

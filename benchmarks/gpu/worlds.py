@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
-OURS = ("direct", "direct tokens", "staged", "staged tokens", "auto", "auto tokens")
+OURS = ("direct", "direct tokens", "staged", "staged tokens", "ipc", "ipc tokens", "auto", "auto tokens")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ple_offload.errors import (
 
 if TYPE_CHECKING:
     from ple_offload import engines
+    from ple_offload.cuda import CpuGpuSemaphore
     from ple_offload.spec import CheckpointSpec, TableSpec, inspect
     from ple_offload.table import Table, open_table
 
@@ -28,6 +29,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CheckpointError",
     "CheckpointSpec",
+    "CpuGpuSemaphore",
     "ForkError",
     "MemoryLimitError",
     "PleOffloadError",
@@ -44,6 +46,7 @@ __all__ = [
 
 # Public name -> the module that defines it.
 _LAZY = {
+    "CpuGpuSemaphore": "ple_offload.cuda",
     "CheckpointSpec": "ple_offload.spec",
     "TableSpec": "ple_offload.spec",
     "inspect": "ple_offload.spec",

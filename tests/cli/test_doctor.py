@@ -123,9 +123,13 @@ def test_what_a_gpu_can_do_is_said_with_the_reason(monkeypatch: pytest.MonkeyPat
     found = gpu.sections(advice)["GPU 0"]
     assert (found["name"], found["driver"], found["staged"]) == ("a fake GPU", "560.1", "can work")
     assert "for reading only" in found["direct, tier ram"]
+    assert (found["ipc"], driver.in_use()) == ("can work, if the worker sees this GPU", [])
     driver.attributes[cuda.ATTRIBUTES["read_only_host_register"]] = 1
+    driver.refused["cuIpcGetMemHandle"] = 1
     found = gpu.sections(advice)["GPU 0"]
     assert found["direct, tier ram"] == "can work"
+    assert "no: cuIpcGetMemHandle" in found["ipc"]
+    assert driver.in_use() == []
     assert "driver 560.1 marks every page" in found["direct, tier file"]
     assert not advice
 

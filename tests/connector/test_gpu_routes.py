@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from ple_offload.errors import ConnectionLostError, CudaError, PleOffloadError, 
 from ple_offload.memory.limits import MemoryReport
 from ple_offload.metrics import ConnectorCounters
 from ple_offload.worker.spawn import SpawnedWorker
+from worker.test_serving import served, worker_thread
 
 pytest.importorskip("triton", reason="GPU routes need triton (extra `cuda`)")
 
@@ -390,6 +392,7 @@ class Opening:
         monkeypatch.setattr(routes, "TablesOnDevice", self.tables_on_device)
         monkeypatch.setattr(routes, "measure", self.measure)
         monkeypatch.setattr(routes, "StagedRoute", lambda *_: FakeRoute("staged", self.calls))
+        monkeypatch.setattr(routes, "IpcRoute", lambda *_: FakeRoute("ipc", self.calls))
         monkeypatch.setattr(routes, "DirectRoute", lambda *_, **__: FakeRoute("direct", self.calls))
         self.count = 0
 
@@ -507,6 +510,39 @@ def test_tables_open_here_go_direct_and_nothing_else(opening: Opening, made: Mad
         found.close()
         with pytest.raises(UsageError, match="expected 'direct' with worker address 'inline'"):
             opening.open(made, tables={1: table}, route="staged")
+        with pytest.raises(UsageError, match="route 'ipc': expected 'direct' with worker address 'inline'"):
+            opening.open(made, tables={1: table}, route="ipc")
+
+
+@pytest.mark.parametrize("name", ["cuMemAlloc", "cuIpcGetMemHandle"])
+def test_what_refuses_ipc_is_raised_before_the_worker_is_asked(
+    opening: Opening, made: Made, driver: FakeDriver, name: str
+) -> None:
+    driver.refused[name] = 1
+    opening.address = "unix:@ple-offload-nobody"
+    with pytest.raises(CudaError, match=rf"route 'ipc': {name}\(.*CUDA_ERROR_FAKE.*use route 'staged'"):
+        opening.open(made, route="ipc")
+    assert driver.in_use() == []
+
+
+def test_ipc_is_opened_when_asked_for_and_only_then(
+    driver: FakeDriver, gpu: cuda.Cuda, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is a thread, so that it has the same fake driver; each connection has memory of its own."""
+    with contextlib.ExitStack() as stack:
+        _, address = stack.enter_context(worker_thread(served(made, stack)))
+        opening = Opening(monkeypatch, address, gpu)
+        for _ in range(2):
+            found, transport, route = opening.open(made, route="ipc")
+            assert (route.name, found.report.route) == ("ipc", "ipc")
+            assert list(driver.allocated) == driver.opened == [transport.memory.address]
+            transport.close()
+            found.close()
+            assert driver.in_use() == []
+        found, transport, route = opening.open(made)
+        assert (route.name, transport.memory, driver.allocated) == ("auto", None, {})
+        transport.close()
+        found.close()
 
 
 def test_nobody_there_is_no_reason_to_go_another_way(opening: Opening, made: Made) -> None:
@@ -516,7 +552,7 @@ def test_nobody_there_is_no_reason_to_go_another_way(opening: Opening, made: Mad
 
 
 def test_another_table_than_expected_is_refused_by_every_route(opening: Opening, made: Made) -> None:
-    for route in ("auto", "direct", "staged"):
+    for route in ("auto", "direct", "staged", "ipc"):
         with pytest.raises(ProtocolError, match="fingerprint"):
             opening.open(made, route=route, fingerprints={1: "0000"})
 

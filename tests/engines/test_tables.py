@@ -178,7 +178,7 @@ def test_buffers_outlive_inference_mode(worker: SpawnedWorker, checkpoint: Path)
 def test_without_a_gpu(checkpoint: Path) -> None:
     check_route("auto")
     check_route("host")
-    for route in ("direct", "staged"):
+    for route in ("direct", "staged", "ipc"):
         with pytest.raises(UsageError, match=f"route '{route}': expected a GPU, but torch sees none"):
             engine.from_pretrained(checkpoint, route=route)
     with pytest.raises(UsageError, match="route: expected one of"):

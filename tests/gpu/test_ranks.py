@@ -1,4 +1,4 @@
-"""Two TP x two DP ranks as four processes on one GPU, and two models on one worker: right, whoever is first."""
+"""Two TP x two DP ranks as four processes on one GPU, and several models on one worker: right, whoever is first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from ple_offload.worker.spawn import SpawnedWorker
 pytestmark = pytest.mark.gpu
 
 
-def rank(path: Path, address: str, dp_rank: int, tp_rank: int, results: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+def rank(
+    path: Path,
+    address: str,
+    route: str,
+    dp_rank: int,
+    tp_rank: int,
+    results: multiprocessing.Queue,  # type: ignore[type-arg]
+) -> None:
     """Run 30 steps; all TP ranks of a DP rank draw the same inputs, as an engine's would have them."""
     import ple_offload
     from ple_offload.connector import ConnectorConfig, PleOffloadConnector
@@ -25,7 +32,7 @@ def rank(path: Path, address: str, dp_rank: int, tp_rank: int, results: multipro
     ids, starts = torch.zeros(512, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
     context = torch.full((8, 2), CONFIG["eos_token_id"])
     layer = PleOffloadLayer(1, 2560)
-    config = ConnectorConfig(512, 8, dp_rank=dp_rank, dp_size=2, tp_rank=tp_rank, tp_size=2)
+    config = ConnectorConfig(512, 8, dp_rank=dp_rank, dp_size=2, tp_rank=tp_rank, tp_size=2, route=route)
     right = 0
     with PleOffloadConnector(
         config,
@@ -51,13 +58,16 @@ def rank(path: Path, address: str, dp_rank: int, tp_rank: int, results: multipro
     results.put((dp_rank, tp_rank, right))
 
 
-def test_two_by_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ["staged", "ipc"])
+def test_two_by_two_ranks(tmp_path: Path, route: str) -> None:
     path = write(tmp_path, "F8_E4M3")
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     with SpawnedWorker(path, tier="ram") as worker:
         ranks = [
-            spawn.Process(target=rank, args=(path, worker.address, dp, tp, results)) for dp in (0, 1) for tp in (0, 1)
+            spawn.Process(target=rank, args=(path, worker.address, route, dp, tp, results))
+            for dp in (0, 1)
+            for tp in (0, 1)
         ]
         for process in ranks:
             process.start()
@@ -67,10 +77,10 @@ def test_two_by_two_ranks(tmp_path: Path) -> None:
     assert found == [(dp, tp, 30) for dp in (0, 1) for tp in (0, 1)]
 
 
-def test_two_models_on_one_worker(tmp_path: Path) -> None:
+def test_models_of_every_route_on_one_worker(tmp_path: Path) -> None:
     path = write(tmp_path, "BF16")
     with SpawnedWorker(path, tier="ram") as worker:
-        models = [Engine(path, "staged-async", worker), Engine(path, "staged-mirror", worker)]
+        models = [Engine(path, route, worker) for route in ("staged-async", "staged-mirror", "ipc-async", "ipc-mirror")]
         rng = np.random.default_rng(1)
         for _ in range(20):
             for one in models:

@@ -38,7 +38,8 @@ CONFIG = {
     "make_ngram_vocab_size_divisible_by": 128,
 }
 FORMATS = ["BF16", "F16", "F32", "F8_E4M3"]
-ROUTES = ["direct-ram", "direct-file", "staged-mirror", "staged-async"]
+WORKER_ROUTES = ["staged-mirror", "staged-async", "ipc-mirror", "ipc-async"]
+ROUTES = ["direct-ram", "direct-file", *WORKER_ROUTES]
 EOS = CONFIG["eos_token_id"]
 
 
@@ -78,7 +79,8 @@ def write(folder: Path, dtype: str, seed: int = 0) -> Path:
 class Engine:
     """A model of one PLE layer on the GPU, its sources, and the plain table to compare with.
 
-    route: "direct-<tier>" of tables open here; "staged-mirror", "staged-async", "lent-" (direct) and "auto-" of a worker.
+    route: "direct-<tier>" of tables open here; "staged-", "ipc-", "lent-" (direct) and "auto-" of a worker, with
+    "mirror" (sources on the CPU) or "async".
     """
 
     def __init__(
@@ -162,7 +164,7 @@ def engine(checkpoints: dict[str, Path], workers: dict[str, SpawnedWorker]) -> I
     made: list[Engine] = []
 
     def make(route: str, dtype: str, **options: Any) -> Engine:
-        worker = workers[dtype] if route.startswith("staged") else None
+        worker = workers[dtype] if route in WORKER_ROUTES else None
         made.append(Engine(checkpoints[dtype], route, options.pop("worker", worker), **options))
         return made[-1]
 
@@ -284,7 +286,7 @@ def test_gpu_memory_between_steps_is_what_is_reported(
         one.close()
 
 
-@pytest.mark.parametrize("route", ["staged-mirror", "staged-async"])
+@pytest.mark.parametrize("route", WORKER_ROUTES)
 def test_two_batches_in_flight(engine: Callable[..., Engine], route: str) -> None:
     one, rng = engine(route, "F8_E4M3", slots=2), np.random.default_rng(4)
     wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -321,7 +323,7 @@ def test_a_bad_id_gives_nan_and_an_error_then_the_next_step_is_right(engine: Cal
     assert same(found, one.expected())
 
 
-@pytest.mark.parametrize("route", ["staged-mirror", "staged-async"])
+@pytest.mark.parametrize("route", WORKER_ROUTES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replay"])
 def test_a_worker_lost_in_mid_step_drains_the_stream(

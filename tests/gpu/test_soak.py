@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.test_routes import ROUTES, Engine, same, write
+from gpu.test_routes import ROUTES, WORKER_ROUTES, Engine, same, write
 from ple_offload.worker.spawn import SpawnedWorker
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def resident_kib() -> int:
 @pytest.mark.parametrize("route", ROUTES)
 def test_not_one_wrong_row_and_no_growth(tmp_path: Path, route: str) -> None:
     path = write(tmp_path, "F8_E4M3")
-    worker = SpawnedWorker(path, tier="ram") if route.startswith("staged") else None
+    worker = SpawnedWorker(path, tier="ram") if route in WORKER_ROUTES else None
     one = Engine(path, route, worker)
     rng = np.random.default_rng(int(os.environ.get("PLE_SOAK_SEED", "0")))
     try:

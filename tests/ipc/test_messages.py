@@ -33,6 +33,7 @@ def records() -> st.SearchStrategy[Message]:
     of_type = {
         int: number,
         str: text,
+        bytes: st.binary(max_size=80),
         messages.LayerFacts: facts,
         dict[str, int]: st.dictionaries(text, number, max_size=3),
         list[tuple[int, int, int]]: st.lists(st.tuples(number, number, number), max_size=3),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ipc.minimal_client import Client
 from ple_offload.ipc.messages import Hello, LayerWish
 from ple_offload.ipc.region import (
-    BLOCK_ROWS,
+    DEVICE_BLOCK_ROWS,
     HEAD_WORDS,
     PAGE,
     WORD_ANNOUNCED,
@@ -40,11 +40,11 @@ layouts = st.builds(
 )
 
 
-@given(layouts)
+@given(layouts | layouts.map(lambda layout: layout.on_device))
 def test_parts_do_not_overlap_and_lie_within(layout: Layout) -> None:
     parts = [(word, word + 8) for word in (WORD_ANNOUNCED, WORD_RELEASED, WORD_WAITED, WORD_WAITERS)]
     for layer, blocks in enumerate(layout.blocks):
-        assert blocks * BLOCK_ROWS >= layout.max_num_tokens * layout.rows_per_token[layer]
+        assert blocks * layout.block_rows >= layout.max_num_tokens * layout.rows_per_token[layer]
         for slot in range(layout.slots):
             first, last = layout.flag(layer, slot, 0), layout.flag(layer, slot, blocks - 1)
             assert first % 8 == 0
@@ -82,6 +82,17 @@ def test_the_written_formulas_agree(layout: Layout) -> None:
     assert client.flags_at + (last * client.blocks + client.blocks - 1) * 8 == one.flag(0, last, client.blocks - 1)
     assert client.inputs_at + last * client.input_bytes == one.input(last)
     assert client.outputs_at + last * client.output_bytes == one.output(0, last)
+
+
+@given(layouts)
+def test_memory_on_a_gpu_is_a_region_without_inputs_and_with_large_blocks(layout: Layout) -> None:
+    on_device = layout.on_device
+    assert not on_device.has_inputs
+    assert on_device.num_bytes <= layout.num_bytes
+    for layer, rows in enumerate(layout.rows_per_token):
+        assert on_device.blocks[layer] == -(-layout.max_num_tokens * rows // DEVICE_BLOCK_ROWS)
+    document = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()
+    assert f"blocks of {DEVICE_BLOCK_ROWS:,} rows" in document
 
 
 def test_the_example_of_the_document() -> None:

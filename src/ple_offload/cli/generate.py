@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="R",
         help="how rows reach a GPU: direct (the GPU reads this process's tables), staged (the worker gathers, the GPU "
-        "drains), host (a lookup on the CPU and a copy), auto (what works, default)",
+        "drains), ipc (the worker copies into the GPU's memory), host (a lookup on the CPU and a copy), auto (what works, "
+        "default)",
     )
     add_tier(parser)
     add_worker(parser)

@@ -49,7 +49,7 @@ def gpu_facts(index: int, advice: list[str]) -> Facts:
     """Name, driver, deciding attributes, and which routes can work."""
     import torch
 
-    from ple_offload.connector.choose import require_triton, why_not_registered
+    from ple_offload.connector.choose import require_triton, why_not_ipc, why_not_registered
     from ple_offload.cuda import Cuda, kernel_driver_version
 
     facts: Facts = {}
@@ -64,6 +64,8 @@ def gpu_facts(index: int, advice: list[str]) -> Facts:
             reason = why_not_registered(cuda, tier)
             facts[f"direct, tier {tier}"] = "can work" if reason is None else f"no: {reason}"
         facts["staged"] = "can work"
+        reason = why_not_ipc(cuda)
+        facts["ipc"] = "can work, if the worker sees this GPU" if reason is None else f"no: {reason}"
     except Exception as error:  # a broken driver raises anything
         facts["routes"] = f"none: {error}"
         advice.append(f"GPU {index}: {error}")

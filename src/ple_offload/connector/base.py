@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ple_offload.errors import PleOffloadError, UsageError
 from ple_offload.ipc.messages import LayerFacts
+from ple_offload.ipc.region import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,20 @@ class Route(Protocol):
 
     def close(self) -> None:
         """Wait for the GPU, within the limits, then give registered memory back."""
+
+
+class DeviceMemory(Protocol):
+    """Memory of a GPU that a worker writes: shared once the layout of the region is known, freed when the worker let go."""
+
+    address: int
+    num_bytes: int
+    layout: Layout
+
+    def share(self, layout: Layout) -> tuple[str, bytes]:
+        """Allocate for a connection with this region; returns the GPU's UUID and the handle by which a process opens it."""
+
+    def close(self, let_go: bool) -> None:
+        """Free it, or keep it for good where the worker has not let go of it: it may still write."""
 
 
 class Transport(Protocol):

@@ -1,7 +1,8 @@
 """What stands against a route, in words; and what was chosen, with its reasons.
 
 Every refusal that a GPU, a driver, the memory or the call itself can bring to `direct` is found here before anything is
-registered. An explicit request raises it; `auto` takes another route and says it once.
+registered. An explicit request raises it; `auto` takes another route and says it once. What this process can find against
+`ipc` is found here too; the rest the worker finds, and refuses.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 
 from ple_offload.config import settings, variable
 from ple_offload.connector.config import ConnectorConfig
+from ple_offload.connector.shared_memory import PIECE_BYTES
 from ple_offload.cuda import Cuda, kernel_driver_version
-from ple_offload.errors import UsageError
+from ple_offload.errors import CudaError, UsageError
 from ple_offload.families.qwen_ple import QwenPle
 from ple_offload.memory.limits import GIB, available_memory
 from ple_offload.table import Table
@@ -37,7 +39,7 @@ class Timing:
 class RouteReport:
     """Which route a connector takes, why, and what was measured for that."""
 
-    route: str  # "host", "direct", "staged", or "auto": both, by the size of a step
+    route: str  # "host", "direct", "staged", "ipc", or "auto": both, by the size of a step
     why: str
     direct_tokens: int = 0  # of "auto": steps of up to this many tokens go `direct`
     timings: tuple[Timing, ...] = ()
@@ -86,6 +88,19 @@ def why_not_registered(cuda: Cuda, tier: str) -> str | None:
             f"NVIDIA driver {found[0]}.{found[1]} marks every page of a registered file dirty, expected "
             f"{MIN_DRIVER_FOR_FILES[0]} or later: use tier 'ram' or a newer driver."
         )
+    return None
+
+
+def why_not_ipc(cuda: Cuda) -> str | None:
+    """Why this device's memory cannot be shared with another process, found by trying it with a small piece; or None."""
+    try:
+        address = cuda.allocate(PIECE_BYTES)
+        try:
+            cuda.share(address)
+        finally:
+            cuda.free(address)
+    except CudaError as error:
+        return str(error)
     return None
 
 

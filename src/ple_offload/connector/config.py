@@ -49,8 +49,9 @@ class ConnectorConfig:
     request: "tokens" sends token ids, the worker hashes; "rows" sends row numbers.
     output: how rows travel: "stored" as their bytes, decoded by the reader; "values" decoded by the worker.
     route: how rows reach a GPU: "direct", the GPU reads host memory of tables that are open in this process or lent by the
-        worker; "staged", the worker gathers and the GPU drains; "auto" measures both and takes each for the steps it is
-        faster for, or the one that works here. On the CPU there is one, "host".
+        worker; "staged", the worker gathers and the GPU drains; "ipc", the worker copies what it gathered into the GPU's
+        memory; "auto" measures the first two and takes each for the steps it is faster for, or the one that works here. On
+        the CPU there is one, "host".
     checkpoint: which of the worker's: its path there, its name, or a table's fingerprint, which is the same wherever it is
         mounted; may be empty where it serves one.
     fingerprints: of the tables expected, by decoder layer (`ple_offload.spec.fingerprint`); a layer left out takes any.
@@ -78,7 +79,7 @@ class ConnectorConfig:
             ("staging", ("auto", "async", "mirror")),
             ("request", ("tokens", "rows")),
             ("output", ("stored", "values")),
-            ("route", ("auto", "host", "direct", "staged")),
+            ("route", ("auto", "host", "direct", "staged", "ipc")),
         ):
             if getattr(self, name) not in accepted:
                 raise UsageError(f"{name}: expected one of {', '.join(accepted)}, found {getattr(self, name)!r}.")

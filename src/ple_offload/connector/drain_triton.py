@@ -80,14 +80,14 @@ def _wait(flag, expected, poison, limit_ns, THREADS: tl.constexpr, INTERPRETED: 
 @triton.jit(do_not_specialize=["stage", "flags", "poison", "errors", "out_rows", "slot_bytes", "blocks_per_slot"])
 def _drain(  # type: ignore[no-untyped-def]
     control,  # (4,) int64, device
-    stage,  # address of the layer's first slot, as the device sees it
-    flags,  # address of the layer's first flag
-    poison,  # address of the word that is not 0 once the connection is over
-    errors,  # address of the slots' error words, int64
+    stage: tl.int64,  # address of the layer's first slot, as the device sees it
+    flags: tl.int64,  # address of the layer's first flag
+    poison: tl.int64,  # address of the word that is not 0 once the connection is over
+    errors: tl.int64,  # address of the slots' error words, int64
     out,  # (out_rows * ROW_DIM,)
-    out_rows,
-    slot_bytes,
-    blocks_per_slot,
+    out_rows: tl.int64,
+    slot_bytes: tl.int64,
+    blocks_per_slot: tl.int64,
     scale,
     ROW_WORDS: tl.constexpr,
     WORD: tl.constexpr,
@@ -97,6 +97,7 @@ def _drain(  # type: ignore[no-untyped-def]
     AS_BF16: tl.constexpr,
     NAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    FLAG_ROWS: tl.constexpr,  # rows that one flag stands for, a multiple of BLOCK
     WORDS: tl.constexpr,  # words of one turn: enough of them on their way keep the bus busy
     THREADS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -112,7 +113,7 @@ def _drain(  # type: ignore[no-untyped-def]
         first = tl.cast(block, tl.int64) * BLOCK
         why = tl.full((), 0, tl.int32)
         if first < num_rows:
-            flag = flags + (slot * blocks_per_slot + block) * 8
+            flag = flags + (slot * blocks_per_slot + first // FLAG_ROWS) * 8
             why = _wait(flag, expected, poison, limit_ns, THREADS, INTERPRETED)
             if why != 0:
                 tl.store((errors + slot * 8).to(tl.pointer_type(tl.int64)), why.to(tl.int64))
@@ -140,6 +141,7 @@ class Drain:
     """One layer's staged rows, waited for and decoded on the device. Safe in a CUDA graph: allocates nothing.
 
     stage, flags, poison, errors: device addresses (of the layer's first slot, its first flag, and the words above).
+    blocks_per_slot, flag_rows: flags of a slot, and how many rows each stands for, a multiple of BLOCK_ROWS.
     programs: the grid; each takes a block of rows at a time.
     """
 
@@ -153,6 +155,7 @@ class Drain:
         errors: int,
         slot_bytes: int,
         blocks_per_slot: int,
+        flag_rows: int = BLOCK_ROWS,
         programs: int = 48,
         words: int = 2048,
         warps: int = 8,
@@ -169,6 +172,7 @@ class Drain:
             "WORD_BYTES": width,
             "CODE_BYTES": code_bytes,
             "BLOCK": BLOCK_ROWS,
+            "FLAG_ROWS": flag_rows,
             "WORDS": min(words, triton.next_power_of_2(BLOCK_ROWS * row_format.row_bytes // width)),
             "THREADS": 32 * warps,
             "INTERPRETED": INTERPRETED,

@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ple_offload.connector.base import Inputs, PortSpec
+from ple_offload.connector.base import DeviceMemory, Inputs, PortSpec
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.errors import ConnectionLostError, ForkError, ProtocolError, StepError, UsageError
 from ple_offload.formats import VALUE_DTYPES, RowFormat
@@ -60,6 +61,7 @@ class RemoteTransport:
     step: the last one this rank has counted. `counted`: the last one any rank of its DP group has; steps go on from there.
     direct_tokens: steps of up to this many tokens this rank does without the worker, if all ranks of its DP group do;
     afterwards, the least of what they said.
+    memory: of a GPU, where the worker is to bring rows and flags instead of the region; closed by this transport.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RemoteTransport:
         step: int = 0,
         counters: ConnectorCounters | None = None,
         direct_tokens: int = 0,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self.direct_tokens = direct_tokens
         self._config = config
@@ -83,6 +86,7 @@ class RemoteTransport:
         self._forked = False
         self._closing: str | None = None
         self._counters = counters or ConnectorCounters()
+        self.memory = memory
         self._waited_ns = 0  # on this connection
         self.worker = f"worker at {address}"
         try:
@@ -134,6 +138,10 @@ class RemoteTransport:
             for port, facts, row_format in zip(self._ports, self.facts, self._formats, strict=True)
         )
         self.layout = Layout.of(hello, token_bytes, rows_per_token)
+        if self.memory is not None:
+            device, handle = self.memory.share(self.layout)
+            self._resources.callback(self._close_memory, self.memory)
+            hello = msgspec.structs.replace(hello, device=device, handle=handle)
         region_fd, doorbell_fd = self._make_region()
         if not self._channel.send(hello, (region_fd, doorbell_fd)):
             raise ConnectionLostError(f"{self.worker}: it does not take the Hello.")
@@ -149,6 +157,12 @@ class RemoteTransport:
         self.counted: int = ready.step
         self.direct_tokens = min(self.direct_tokens, ready.direct_tokens)
         self._prepare_readers()
+
+    def _close_memory(self, memory: DeviceMemory) -> None:
+        """Close the GPU's memory; the worker closes the connection once it has let go of it."""
+        if not self._forked:  # else it is the parent's
+            self._channel.end()
+            memory.close(self._channel.peer_closed(self._limits.close_s))
 
     def _wish(self, port: PortSpec) -> LayerWish:
         output = "stored" if self._config.output == "stored" else port.dtype
@@ -403,7 +417,7 @@ class RemoteTransport:
     def _give_up(self, reason: str) -> None:
         """End the connection: whatever the worker writes from now on, nobody reads."""
         self._lost = f"{self.worker}: {reason}. Every step in flight has failed; `reconnect` starts a new connection."
-        self._channel.close()
+        self._channel.end()
         self._raise_if_lost()
 
     def _raise_if_lost(self) -> None:

@@ -3,6 +3,7 @@
 inline tables      `direct`
 worker, "direct"   its tables are borrowed; it is not asked in a step
 worker, "staged"   it gathers
+worker, "ipc"      it gathers, and copies into the device's memory
 worker, "auto"     both, by the size of a step (auto.py); where `direct` cannot work, `staged`
 """
 
@@ -17,16 +18,18 @@ import torch
 from ple_offload.connector.auto import AutoRoute
 from ple_offload.connector.base import PortSpec, Route, Transport
 from ple_offload.connector.borrow import Borrowed
-from ple_offload.connector.choose import EVERY_SIZE, RouteReport
+from ple_offload.connector.choose import EVERY_SIZE, RouteReport, why_not_ipc
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.direct import DirectRoute, TablesOnDevice
 from ple_offload.connector.inline import InlineTransport
+from ple_offload.connector.ipc import IpcRoute
 from ple_offload.connector.measure import border, measure
 from ple_offload.connector.remote import RemoteTransport
+from ple_offload.connector.shared_memory import SharedMemory
 from ple_offload.connector.sources import Sources
 from ple_offload.connector.staged import StagedRoute
 from ple_offload.cuda import Cuda
-from ple_offload.errors import ConnectionLostError, PleOffloadError, UsageError
+from ple_offload.errors import ConnectionLostError, CudaError, PleOffloadError, UsageError
 from ple_offload.metrics import ConnectorCounters
 from ple_offload.table import Table
 
@@ -83,6 +86,9 @@ class GpuRoutes:
             if self._config.route == "staged":
                 self._say(RouteReport("staged", "as asked for"))
                 return self._open_staged(address, step, counters, 0)
+            if self._config.route == "ipc":
+                self._say(RouteReport("ipc", "as asked for"))
+                return self._open_ipc(address, step, counters)
             return self._open_auto(address, step, counters)
         except BaseException:
             self.close()
@@ -132,6 +138,19 @@ class GpuRoutes:
         transport = RemoteTransport(self._config, self._ports, address, step, counters, direct_tokens)
         try:
             return transport, StagedRoute(self._config, self._ports, transport, self._sources, self._device)
+        except BaseException:
+            transport.close()
+            raise
+
+    def _open_ipc(self, address: str, step: int, counters: ConnectorCounters) -> tuple[RemoteTransport, IpcRoute]:
+        cuda = Cuda(self._device)
+        reason = why_not_ipc(cuda)
+        if reason is not None:
+            raise CudaError(f"route 'ipc': {reason}")
+        memory = SharedMemory(cuda)  # of this connection; the transport closes it
+        transport = RemoteTransport(self._config, self._ports, address, step, counters, memory=memory)
+        try:
+            return transport, IpcRoute(self._config, self._ports, transport, self._sources, self._device)
         except BaseException:
             transport.close()
             raise

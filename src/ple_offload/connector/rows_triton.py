@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["source", "out"])
 def _take(  # type: ignore[no-untyped-def]
     source,  # (>= num_tokens, HEADS) int32 or int64
     size,  # (1,) int64: tokens of the step in its low half
     out,  # (num_tokens, HEADS) int64
     bad,  # (1,) int64: position of a token with a bad row, a lower one wins
-    num_tokens,
-    num_rows,
+    num_tokens: tl.int64,
+    num_rows: tl.int64,
     HEADS: tl.constexpr,
     HEADS_P2: tl.constexpr,
     BLOCK: tl.constexpr,

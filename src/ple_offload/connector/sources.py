@@ -77,8 +77,8 @@ class Sources:
 
 
 def _check(name: str, source: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
-    where = "CPU tensor" if device.type == "cpu" else f"tensor on the CPU or {device}"
-    wanted = f"a contiguous {where} of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
+    where = "CPU tensor" if device.type == "cpu" else f"contiguous tensor on the CPU or {device}"
+    wanted = f"a {where} of int32 or int64 of shape {' x '.join([f'>= {shape[0]}', *map(str, shape[1:])])}"
     if source is None:
         raise UsageError(f"{name}: expected {wanted}, found None.")
     fits = (

@@ -60,27 +60,27 @@ def _store_release(address, value, INTERPRETED: tl.constexpr):  # type: ignore[n
 )  # fmt: skip
 def _begin(  # type: ignore[no-untyped-def]
     a,  # the sources, int32 or int64; where each one goes in the region, and how many integers of it
-    a_at,
-    a_count,
+    a_at: tl.int64,
+    a_count: tl.int64,
     b,
-    b_at,
-    b_count,
+    b_at: tl.int64,
+    b_count: tl.int64,
     c,
-    c_at,
-    c_count,
-    head,  # address of the slot's head: step, num_reqs, num_tokens
-    announced,  # address of the word that the worker looks at
-    error,  # address of the slot's error word; 0: leave it
+    c_at: tl.int64,
+    c_count: tl.int64,
+    head: tl.int64,  # address of the slot's head: step, num_reqs, num_tokens
+    announced: tl.int64,  # address of the word that the worker looks at
+    error: tl.int64,  # address of the slot's error word; 0: leave it
     control,  # (layers, CONTROL_WORDS) int64
     rows_per_token,  # (layers,) int64
-    layers,
+    layers: tl.int64,
     counter,  # (1,) int32, 0 between launches
-    step,
-    num_reqs,
-    num_tokens,  # of the step; 0 for a dummy
-    flag,
-    slot,
-    limit_ns,
+    step: tl.int64,
+    num_reqs: tl.int64,
+    num_tokens: tl.int64,  # of the step; 0 for a dummy
+    flag: tl.int64,
+    slot: tl.int64,
+    limit_ns: tl.int64,
     WHAT: tl.constexpr,  # 0 copy, 1 tell the model's wait as well, 2 announce the step to the worker as well
     CONTROL_WORDS: tl.constexpr,
     CHUNK: tl.constexpr,

@@ -27,6 +27,7 @@ from ple_offload.connector.stage_triton import Beginning, Source
 from ple_offload.cuda import Cuda, Registration
 from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError
 from ple_offload.ipc import region
+from ple_offload.ipc.region import Layout
 
 LOOK_EVERY_S = 0.02
 
@@ -47,18 +48,19 @@ class StagedRoute:
         self._config, self._transport, self._device, self._ports = config, transport, device, list(ports)
         self._resources = contextlib.ExitStack()
         self._cuda = cuda = Cuda(device)
-        layout, slots = transport.layout, config.max_concurrent_batches
+        slots = config.max_concurrent_batches
         try:
             address, num_bytes = transport.region_range()
             registration = Registration(cuda, address, num_bytes, read_only=False)
             self._resources.callback(registration.close)
             self._region = registration.device_address
+            base, places = self._outputs()
             with cuda.current():
                 # poison, then one error word per slot; written by the host and by the kernel
                 self._words = torch.zeros(1 + slots, dtype=torch.int64, pin_memory=True)
                 self._errors = self._words.data_ptr() + 8
                 self._beginning = Beginning(
-                    layout.rows_per_token,
+                    transport.layout.rows_per_token,
                     self._region + region.WORD_ANNOUNCED,
                     int(config.limits.hard_cap_s * 1e9),
                     device,
@@ -66,12 +68,13 @@ class StagedRoute:
                 self._drains = [
                     Drain(
                         transport.travelling_format(i),
-                        stage=self._region + layout.output(i, 0),
-                        flags=self._region + layout.flag(i, 0, 0),
+                        stage=base + places.output(i, 0),
+                        flags=base + places.flag(i, 0, 0),
                         poison=self._words.data_ptr(),
                         errors=self._errors,
-                        slot_bytes=layout.output(i, 1) - layout.output(i, 0) if slots > 1 else 0,
-                        blocks_per_slot=layout.blocks[i],
+                        slot_bytes=places.output(i, 1) - places.output(i, 0),
+                        blocks_per_slot=places.blocks[i],
+                        flag_rows=places.block_rows,
                     )
                     for i in range(len(ports))
                 ]
@@ -85,12 +88,18 @@ class StagedRoute:
             self._resources.close()
             raise
         self.device_bytes = self._beginning.device_bytes
+        if transport.memory is not None:  # route `ipc`
+            self.device_bytes += transport.memory.num_bytes
         self._staged = 0  # the last step that `stage` began
         self._slot_steps = [0] * slots  # the step whose error word a slot's is
         self._busy = threading.Event()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ple-offload-watch", daemon=True)
         self._watcher.start()
+
+    def _outputs(self) -> tuple[int, Layout]:
+        """Where the worker's flags and rows are, as the device sees it, and how they are laid out."""
+        return self._region, self._transport.layout
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

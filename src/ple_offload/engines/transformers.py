@@ -313,8 +313,9 @@ def from_pretrained(
             this one. "unix:/path": a daemon that was started with `ple-offload serve`, on this host; it has
             chosen tier and threads.
         route: how rows reach a model on an NVIDIA GPU. "direct": the GPU reads the tables of this process itself.
-            "staged": the worker gathers, the GPU drains. "host": a lookup on the CPU and a copy. "auto": the first two
-            as `worker` allows, else "host", and the log says once why. A model on the CPU has no choice.
+            "staged": the worker gathers, the GPU drains. "ipc": the worker copies into the GPU's memory. "host": a lookup
+            on the CPU and a copy. "auto": the first two as `worker` allows, else "host", and the log says once why. A
+            model on the CPU has no choice.
         threads, progress, skip_memory_check: as for `ple_offload.open_table`. Route "direct" makes the page cache of a
             table in tier "file" stay in memory; so it has to fit, which is checked as well.
         max_num_tokens: with a worker: the most tokens of one lookup (default 8192), for which buffers are shared

@@ -21,7 +21,7 @@ NO_BAD_ID = (1 << 62) - 1
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_reqs"],
+    do_not_specialize=["num_tokens", "num_reqs", "search", "vocab_size", "eos"],
     do_not_specialize_on_alignment=["input_ids", "query_start_loc", "ngram_context", "out"],
 )
 def _row_numbers(  # type: ignore[no-untyped-def]
@@ -31,23 +31,23 @@ def _row_numbers(  # type: ignore[no-untyped-def]
     constants,  # (N + 2 * HEADS,) int64: multipliers, sizes, offsets
     out,  # (num_tokens, HEADS) int64
     bad,  # (1,) int64: position of a bad id, a lower one wins
-    num_tokens,
-    num_reqs,
-    vocab_size,
-    eos,
+    num_tokens: tl.int64,
+    num_reqs: tl.int64,
+    search: tl.int64,  # steps of the binary search: 2**search > num_reqs
+    vocab_size: tl.int64,
+    eos: tl.int64,
     N: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_P2: tl.constexpr,
-    SEARCH: tl.constexpr,  # steps of the binary search: 2**SEARCH > num_reqs
     BLOCK: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     used = tl.load(query_start_loc + num_reqs).to(tl.int64)
     live = (t < num_tokens) & (t < used)
     # the last request that starts at or before t; empty requests share their start with the next one
-    request = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.static_range(SEARCH):
-        ahead = request + (1 << (SEARCH - 1 - i))
+    request = tl.zeros((BLOCK,), tl.int64)
+    for i in range(search):
+        ahead = request + (1 << (search - 1 - i))
         inside = ahead < num_reqs
         start_ahead = tl.load(query_start_loc + ahead, mask=live & inside, other=0).to(tl.int64)
         request = tl.where(inside & (start_ahead <= t), ahead, request)
@@ -111,7 +111,6 @@ class QwenPleOnDevice:
             "N": self._family.ngram_size,
             "HEADS": heads,
             "HEADS_P2": triton.next_power_of_2(heads),
-            "SEARCH": max(1, num_reqs).bit_length(),
             "BLOCK": self.BLOCK,
         }
         if num_tokens:
@@ -124,6 +123,7 @@ class QwenPleOnDevice:
                 bad,
                 num_tokens,
                 num_reqs,
+                max(1, num_reqs).bit_length(),
                 self._family.vocab_size,
                 self._family.eos_token_id,
                 **arguments,

@@ -74,9 +74,9 @@ def _gather(  # type: ignore[no-untyped-def]
     starts,  # (segments + 1,) int64
     rows,  # (num_rows,) int64
     out,  # (num_rows, ROW_DIM)
-    num_rows,
-    segments,
-    step,
+    num_rows: tl.int64,
+    segments: tl.int64,
+    step: tl.int64,
     scale,
     ROW_BYTES: tl.constexpr,
     ROW_DIM: tl.constexpr,

@@ -139,6 +139,19 @@ class Channel:
                     raise
         return packet, ancillary, flags
 
+    def end(self) -> None:
+        """Tell the peer that nothing more comes: it hears the end of the connection, and can still close it first."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def peer_closed(self, timeout_s: float) -> bool:
+        """Wait until the peer has closed its end, or has died; False when it has not in time."""
+        if self._sock.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._sock, 0)  # the kernel says POLLHUP unasked
+        return bool(poll.poll(max(0, round(timeout_s * 1000))))
+
     def close(self) -> None:
         """Close, in a way that lets the peer read what it was sent last: unread messages would take its place."""
         with contextlib.suppress(OSError):

@@ -93,6 +93,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     context_len: int
     rows_per_token: int  # of request "rows", 0 for "tokens"
     direct_tokens: int = 0  # steps of up to this many tokens this rank can do without the worker, and wants to
+    device: str = ""  # UUID of the GPU to whose memory the worker copies the rows; "" for none: they stay in the region
+    handle: bytes = b""  # of that memory (cuIpcGetMemHandle), laid out as Layout.on_device; b"" for none
 
 
 class Borrow(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

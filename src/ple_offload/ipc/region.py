@@ -18,16 +18,20 @@ array starts at a multiple of 64 bytes, each output at a page.
 
 Step s lives in slot s % slots: at most `slots` steps are in flight and they are released in order. A block is BLOCK_ROWS
 rows, so a reader can work on the first block while the writer gathers the second.
+
+A rank whose rows go to a GPU (Hello.device) shares memory of that GPU as well, laid out as a region without inputs and with
+blocks of DEVICE_BLOCK_ROWS: the worker copies outputs there and raises flags there. Nobody uses the words there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ple_offload.ipc.messages import Hello
 
 BLOCK_ROWS = 256
+DEVICE_BLOCK_ROWS = 1 << 14  # of memory on a GPU: each block is a copy of its own, which costs some microseconds
 PAGE = 4096
 WORD_ANNOUNCED, WORD_RELEASED, WORD_WAITERS = 0, 8 * 8, 16 * 8  # byte offsets: a cache line each
 WORD_WAITED = 9 * 8  # written together with `released`
@@ -54,6 +58,7 @@ class Layout:
     has_inputs: bool
     token_bytes: tuple[int, ...]  # output bytes of one token, per layer
     rows_per_token: tuple[int, ...]
+    block_rows: int = BLOCK_ROWS
 
     @classmethod
     def of(cls, hello: Hello, token_bytes: tuple[int, ...], rows_per_token: tuple[int, ...]) -> Layout:
@@ -71,7 +76,7 @@ class Layout:
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Blocks of a full step, per layer."""
-        return tuple(-(-self.max_num_tokens * rows // BLOCK_ROWS) for rows in self.rows_per_token)
+        return tuple(-(-self.max_num_tokens * rows // self.block_rows) for rows in self.rows_per_token)
 
     @cached_property
     def _flags(self) -> tuple[int, ...]:
@@ -98,6 +103,11 @@ class Layout:
         for token_bytes in self.token_bytes:
             offsets.append(offsets[-1] + self.slots * _up(self.max_num_tokens * token_bytes, PAGE))
         return tuple(offsets)
+
+    @property
+    def on_device(self) -> Layout:
+        """Of the memory on a GPU: no inputs, the same outputs, a flag for each of its larger blocks."""
+        return replace(self, has_inputs=False, block_rows=DEVICE_BLOCK_ROWS)
 
     @property
     def num_bytes(self) -> int:

@@ -21,15 +21,26 @@ from ple_offload.ipc.messages import Hello
 from ple_offload.ipc.region import Layout
 from ple_offload.memory import memfd
 from ple_offload.memory.mapping import PAGE_BYTES, Mapping
+from ple_offload.worker.device import DeviceOutput, Devices
 
 
 class Rank:
     """The region of one rank, and the words in it that both sides read and write."""
 
     def __init__(
-        self, channel: Channel, hello: Hello, epoch: int, layout: Layout, region_fd: int, doorbell_fd: int
+        self,
+        channel: Channel,
+        hello: Hello,
+        epoch: int,
+        layout: Layout,
+        region_fd: int,
+        doorbell_fd: int,
+        devices: Devices,
     ) -> None:
-        """Maps the region and keeps the doorbell; the caller still owns both descriptors if this raises."""
+        """Maps the region, opens the memory on a GPU where the Hello names one, and keeps the doorbell.
+
+        The caller still owns both descriptors if this raises.
+        """
         self.channel = channel
         self.hello = hello
         self.epoch = epoch
@@ -55,6 +66,13 @@ class Rank:
         self.served = 0  # the last step that was looked up, or failed; the first connection's steps begin at 1
         self._began_after = 0
         self.name = f"session {hello.session!r} DP {hello.dp_rank} TP {hello.tp_rank}"
+        self.device: DeviceOutput | None = None
+        if hello.device:
+            try:
+                self.device = DeviceOutput(devices, channel.peer, hello, epoch, layout, base)
+            except BaseException:
+                self._mapping.close()
+                raise
 
     @property
     def announced(self) -> int:
@@ -127,8 +145,16 @@ class Rank:
         flags = self._base + self.layout.flag(layer, slot, 0)
         return self._base + self.layout.output(layer, slot), flags, self._flag_base | step, int(self._waiters)
 
+    @property
+    def lost(self) -> str:
+        """Why this rank's rows cannot be brought to it any more; "" while they can."""
+        return self.device.lost if self.device is not None else ""
+
     def fail(self, step: int) -> None:
         """Say that a step's rows will not come, on every flag a reader could wait for."""
+        if self.device is not None:
+            self.device.fail(step)
+            return
         for layer, blocks in enumerate(self.layout.blocks):
             for block in range(blocks):
                 self._set_flag(layer, step, block, step | words.FAILED)
@@ -152,6 +178,9 @@ class Rank:
         return views
 
     def close(self) -> None:
+        if self.device is not None:
+            self.device.close()
+            self.device = None
         self._words, self._heads = memoryview(bytes(region.WORDS_BYTES)).cast("Q"), []
         self._arrays = []
         self._mapping.close()

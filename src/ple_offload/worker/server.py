@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, UsageError
+from ple_offload.cuda import HANDLE_BYTES
+from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, TokenIdError, UsageError
 from ple_offload.formats import VALUE_DTYPES
-from ple_offload.formats.gather import Readers
+from ple_offload.formats.gather import FLAGS, OUT, Readers
 from ple_offload.ipc import words
 from ple_offload.ipc.channel import Channel, peer_uid
 from ple_offload.ipc.messages import (
@@ -48,12 +49,13 @@ from ple_offload.ipc.messages import (
     Welcome,
     plain,
 )
-from ple_offload.ipc.region import BLOCK_ROWS, MAX_REGION_BYTES, PAGE, Layout
+from ple_offload.ipc.region import BLOCK_ROWS, DEVICE_BLOCK_ROWS, MAX_REGION_BYTES, PAGE, Layout
 from ple_offload.memory import memfd, sigbus
 from ple_offload.memory.mapping import Mapping
 from ple_offload.metrics import Sample, samples
 from ple_offload.spec import fingerprint
 from ple_offload.table import Table
+from ple_offload.worker.device import Devices
 from ple_offload.worker.lending import lend
 from ple_offload.worker.listener import Listener
 from ple_offload.worker.rank import Rank
@@ -118,6 +120,7 @@ class PleOffloadWorker:
         self._borrowers: dict[int, Channel] = {}  # by descriptor; who reads rows without us
         self._sessions: dict[str, Session] = {}
         self._turns = Turns()
+        self._devices = Devices()
         self._listeners: list[Listener] = []
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # see `_accept`
         self._logged, self._log_until_s = 0, 0.0
@@ -231,8 +234,8 @@ class PleOffloadWorker:
             channel.close()
         for session in self._sessions.values():
             for rank in session.ranks.values():
-                rank.channel.close()
                 rank.close()
+                rank.channel.close()
         self._epoll.close()
         self._heartbeat_map.close()
         os.close(self._heartbeat_fd)
@@ -415,7 +418,7 @@ class PleOffloadWorker:
         elif session.tables != tables:
             raise ProtocolError(f"{channel.peer}: session {hello.session!r} reads other tables.")
         session.check(hello, channel.peer)
-        rank = Rank(channel, hello, session.next_epoch(hello), layout, region_fd, doorbell_fd)
+        rank = Rank(channel, hello, session.next_epoch(hello), layout, region_fd, doorbell_fd, self._devices)
         self._sessions.pop(hello.session, None)  # the newest is the last
         self._sessions[hello.session] = session
         ended = [name for name, session in self._sessions.items() if not session.ranks and name != hello.session]
@@ -495,8 +498,8 @@ class PleOffloadWorker:
         self._forget(rank.doorbell_fd)
         session.counters.wait_s += rank.take_wait_s()
         session.remove(rank)
-        rank.channel.close()
         rank.close()
+        rank.channel.close()  # last: its end says that the rank's memory, on a GPU too, is no longer in use here
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -544,18 +547,44 @@ class PleOffloadWorker:
             for target in targets:
                 target.channel.send(StepFailed(step, plain(reason)))
                 target.fail(step)
+        for target in targets:
+            if target.lost:  # one that has gone with another of its group says nothing any more
+                target.channel.send(Refused(plain(target.lost)))
+                self._remove(session, target, target.lost)
 
     def _deliver(
         self, targets: list[Rank], i: int, step: int, table: Table, rows: np.ndarray, num_tokens: int, output: str
     ) -> None:
         """Gather a layer's rows into the first target's output, copy them to the others', raise flags block by block.
 
-        Rows of tokens behind the last request's, up to num_tokens, are zeros.
+        Rows of tokens behind the last request's, up to num_tokens, are zeros. Where a target's rows go on to a GPU, this is
+        done in parts, so that one is on its way while the next is gathered.
         """
         total = num_tokens * table.rows_per_token
         out = targets[0].output(i, step, num_tokens)
-        out[rows.size * (out.size // max(1, total)) :] = 0
+        width = out.size // max(1, total)
+        out[rows.size * width :] = 0
         addresses = np.array([target.reader(i, step) for target in targets], np.uint64)
+        on_gpus = [target.device for target in targets if target.device is not None]
+        if not on_gpus:
+            self._gather(table, rows, output, out, addresses, total)
+            return
+        for block, first in enumerate(range(0, max(1, total), DEVICE_BLOCK_ROWS)):
+            last = min(total, first + DEVICE_BLOCK_ROWS)
+            try:
+                part = out[first * width : last * width]
+                self._gather(table, rows[first:last], output, part, addresses, last - first)
+            except TokenIdError as error:
+                raise TokenIdError(f"in the rows from {first} on: {error}") from None
+            for device in on_gpus:
+                device.publish(i, step, block, num_tokens)
+            addresses[:, OUT] += np.uint64(DEVICE_BLOCK_ROWS * width)
+            addresses[:, FLAGS] += np.uint64(DEVICE_BLOCK_ROWS // BLOCK_ROWS * 8)
+
+    def _gather(
+        self, table: Table, rows: np.ndarray, output: str, out: np.ndarray, addresses: np.ndarray, total: int
+    ) -> None:
+        """Gather for the readers at `addresses` into out, uint8, which has room for `total` rows."""
         readers = Readers(addresses, self._shared, BLOCK_ROWS, total)
         table.gather_into(rows, output, out if output == "stored" else out.view(_value_dtype(output)), readers)
         self._beat()
@@ -647,6 +676,11 @@ def _check_hello(peer: str, hello: Hello) -> None:
         raise ProtocolError(f"{peer}: session: expected a name of 1 to 200 characters, found {len(hello.session)}.")
     if hello.request not in ("tokens", "rows"):
         raise ProtocolError(f"{peer}: request: expected 'tokens' or 'rows', found {hello.request[:20]!r}.")
+    if len(hello.device) > 100 or len(hello.handle) != (HANDLE_BYTES if hello.device else 0):
+        raise ProtocolError(
+            f"{peer}: device, handle: expected a GPU's UUID and {HANDLE_BYTES} bytes, or neither, found "
+            f"{hello.device[:100]!r} and {len(hello.handle)} bytes."
+        )
     layers = [wish.layer for wish in hello.layers]
     if not layers or len(set(layers)) != len(layers) or len(layers) > 1024:
         raise ProtocolError(f"{peer}: layers: expected different layers, at least one, found {layers[:20]}.")
