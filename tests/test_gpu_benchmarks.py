@@ -173,6 +173,9 @@ def test_the_world_is_the_released_models(tmp_path: Path) -> None:
         with made.again() as other:
             assert np.array_equal(other.store.raw[:100], made.store.raw[:100])
         first = made.store.raw[:1000].copy()
+        raw = made.store.raw[rows[:2].reshape(-1)]
+        plain = made.spec.format.decode_reference(raw, "bf16").view(np.uint16)
+        assert np.array_equal(made.reference(rows[:2]), plain.reshape(2, -1))
     with world.World.make("fp8", 20_000, threads=1, huge=False) as made:
         assert np.array_equal(made.store.raw[:1000], first)
 

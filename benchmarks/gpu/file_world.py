@@ -12,6 +12,7 @@ import shards
 from load import cached_share
 from random_table import Made
 from start import plain_read_rate
+from world import decoded
 
 from ple_offload.table import open_table
 from ple_offload.worker.spawn import SpawnedWorker
@@ -42,8 +43,7 @@ class FileWorld:
 
     def reference(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         """As of World, from the rule that the bytes were written by and not from the files."""
-        values = self.spec.format.decode_reference(shards.expected_rows(rows), "bf16")
-        return values.view(np.uint16).reshape(len(rows), -1)
+        return decoded(self.spec.format, shards.expected_rows(rows)).reshape(len(rows), -1)
 
     def again(self) -> FileWorld:
         """The same files mapped once more, to be closed on their own."""

@@ -29,9 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.names:
         record = Record(options.out / f"gpu-{name}.json", again=options.again)
         began = time.monotonic()
-        record.put(importlib.import_module("host").describe(options.out), "machine")
-        print(f"{name}: {record.found['machine']}", flush=True)
-        importlib.import_module(name).run(options, record)
+        with record.failing("run"):  # the next part may work all the same
+            record.put(importlib.import_module("host").describe(options.out), "machine")
+            print(f"{name}: {record.found['machine']}", flush=True)
+            importlib.import_module(name).run(options, record)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     return 0
 

@@ -65,6 +65,13 @@ def family(rows: int) -> QwenPle:
     )
 
 
+def decoded(row_format: RowFormat, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """The bits of the bf16 values of stored rows [n, row_bytes], by the plain reference; FP8 by a list of all codes."""
+    if row_format.stored_dtype.itemsize > 1:
+        return row_format.decode_reference(raw, "bf16").view(np.uint16)
+    return row_format.decode_reference(np.arange(256, dtype=np.uint8), "bf16").view(np.uint16)[raw]
+
+
 class MemoryStore:
     """A store of tier `ram` over a sealed memfd; takes `fd` over. `huge`: mapped by 2 MiB pages where it has them."""
 
@@ -152,8 +159,7 @@ class World:
 
     def reference(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         """The bits of the bf16 values of row numbers [tokens, 16]: [tokens, EMBED_DIM]; compiled code has no part in it."""
-        values = self.spec.format.decode_reference(self.store.raw[rows.reshape(-1)], "bf16")
-        return values.view(np.uint16).reshape(len(rows), -1)
+        return decoded(self.spec.format, self.store.raw[rows.reshape(-1)]).reshape(len(rows), -1)
 
     def again(self) -> World:
         """The same memory mapped once more, to be closed on its own: a driver registers one mapping only once."""
