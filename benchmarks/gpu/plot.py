@@ -110,7 +110,7 @@ def _panel(axis: Any, sizes: dict[int, tables.Found], figure: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_ylim(bottom=1)
-    axis.set_xticks(drawn, [f"{tokens:,}" for tokens in drawn])
+    axis.set_xticks(drawn, [f"{tokens:,}" for tokens in drawn], rotation=45)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.set_xlabel("tokens x 16 rows")
