@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -47,8 +49,17 @@ class Made:
         return sorted(self.folder.glob("*.safetensors"))
 
 
-def make(folder: Path, rows_wanted: int, shards: int) -> Made:
-    """Write (or find, when the same one is there already) a table of about `rows_wanted` rows in `shards` files."""
+def make(
+    folder: Path,
+    rows_wanted: int,
+    shards: int,
+    write_rows: Callable[[BinaryIO, int, int], None] | None = None,
+) -> Made:
+    """Write (or find, when the same one is there already) a table of about `rows_wanted` rows in `shards` files.
+
+    write_rows: writes the bytes of `count` rows from row `first` on where the file stands; random ones by default.
+    """
+    write_rows = write_rows or _write_random
     config = {
         "model_type": "qwen4_exp_text",
         "vocab_size": VOCAB_SIZE,
@@ -87,13 +98,17 @@ def make(folder: Path, rows_wanted: int, shards: int) -> Made:
         index |= dict.fromkeys(tensors, name)
         with (folder / name).open("wb") as file:
             file.write(_header(tensors, count * ROW_DIM))
-            for start in range(first, first + count, BLOCK_ROWS):
-                file.write(np.random.default_rng(start).bytes(min(BLOCK_ROWS, first + count - start) * ROW_DIM))
+            write_rows(file, first, count)
             for _, _, data in tensors.values():
                 file.write(data)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
     return made
+
+
+def _write_random(file: BinaryIO, first: int, count: int) -> None:
+    for start in range(first, first + count, BLOCK_ROWS):
+        file.write(np.random.default_rng(start).bytes(min(BLOCK_ROWS, first + count - start) * ROW_DIM))
 
 
 def _header(tensors: dict[str, tuple[str, tuple[int, ...], bytes]], table_bytes: int) -> bytes:

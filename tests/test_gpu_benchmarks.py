@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,19 @@ def load(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def load_beside(name: str) -> ModuleType:
+    """A module that imports others of its folder; they are forgotten again, for their names are plain ones."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+    try:
+        return load(name)
+    finally:
+        sys.path[:] = path
+        for other in set(sys.modules) - before:
+            if str(FOLDER.parent) in str(getattr(sys.modules[other], "__file__", "")):
+                del sys.modules[other]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +68,83 @@ def test_fastest_by_median_among_those_measured() -> None:
     assert fastest({"c": [1.0]}, ["a", "b"]) is None
 
 
+def test_auto_is_compared_with_the_better_of_its_routes_and_all_with_the_better_plain_gather() -> None:
+    times = {
+        "uva": [10.0, 30.0, 20.0],
+        "uva fused": [5.0, 15.0, 10.0],
+        "direct": [8.0, 8.0, 8.0],
+        "staged": [4.0, 6.0, 2.0],
+        "auto": [6.0, 9.0, 3.0],
+        "auto tokens": [1.0, 1.0, 1.0],  # its routes were not measured
+    }
+    found = load_beside("comparisons").comparisons("wall", times)
+    assert found["wall_over_uva"]["base"] == "uva fused"
+    assert found["wall_over_uva"]["uva"]["p50"] == 2
+    assert "uva fused" not in found["wall_over_uva"]
+    assert (found["wall_over_uva"]["direct"]["low"], found["wall_over_uva"]["direct"]["high"]) == (0.5333, 1.6)
+    assert set(found["wall_regret"]) == {"auto"}
+    assert found["wall_regret"]["auto"]["better"] == "staged"
+    assert found["wall_regret"]["auto"]["p50"] == 1.5
+    assert load_beside("comparisons").comparisons("wall", {"direct": [1.0]}) == {}
+
+
+MACHINE = {
+    "gpu": "a GPU",
+    "driver": [580, 1],
+    "pcie_h2d_gb_per_s": 50.0,
+    "cores": 4,
+    "cpu": "a CPU",
+    "memory_gib": 8,
+    "kernel": "6",
+    "torch": "2",
+    "triton": "3",
+}
+
+
+def test_tables_show_the_faster_kind_and_name_who_is_missing(tmp_path: Path) -> None:
+    summary, comparisons = load_beside("intervals").summary, load_beside("comparisons").comparisons
+    times = {
+        "uva": [40.0, 60.0, 50.0],
+        "uva fused": [30.0, 20.0, 25.0],
+        "direct": [10.0, 12.0, 11.0],
+        "staged": [100.0, 100.0, 100.0],
+        "auto": [22.0, 24.0, 22.0],
+    }
+    one = {"wall_us": {name: {**summary(values), "late": 0} for name, values in times.items()}, "pcie_limit_us": 2.0}
+    one |= {"chosen": {"auto": "direct"}, **comparisons("wall", times)}
+    found = {
+        "machine": MACHINE,
+        "tables": {"fp8": {"num_rows": 1000, "row_bytes": 160, "tier": "ram"}},
+        "pools": {"fp8": {"random": "random ids"}},
+        "lookup": {"fp8": {"random": {"64": one}}},
+        "failed": {"start": {"fp8": {"hbm": {"error": "CudaError: no\nmore", "trace": "..."}}}},
+        "wrong": {"fp8": {"random": {"64": {"cross-process": "WrongRowsError: eager"}}}},
+    }
+    text = load_beside("tables").lookup(found)
+    head, row = (line.split(" | ") for line in text.splitlines() if line.startswith(("| tokens", "| 64 ")))
+    cells = dict(zip(head, row, strict=True))
+    assert cells["uva"] == "25.0 (20.0-30.0)"
+    assert "hbm" not in cells
+    assert cells["direct / uva"] == "0.44 (0.33-0.60)"
+    assert cells["ours / limit"] == "5.50"
+    assert row[-1] == "2.00 (2.00-2.20), direct; chose direct |"
+    assert "failed: start fp8 hbm: CudaError: no\n" in text
+    assert "wrong: fp8 random 64 cross-process: WrongRowsError: eager" in text
+    load_beside("plot").draw(found, "fp8", tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_is_written_once_and_holds_what_it_must(tmp_path: Path) -> None:
+    file_world = load_beside("file_world")
+    with file_world.FileWorld.make(tmp_path, 100_000, 45.0) as made:
+        rows = np.random.default_rng(0).integers(0, made.spec.num_rows, (7, 16))
+        assert np.array_equal(made.table.gather(rows).view(np.uint16).reshape(7, -1), made.reference(rows))
+        assert made.describe()["cached_share"] == 1
+        written = made.describe()["written_s"]
+    with file_world.FileWorld.make(tmp_path, 100_000, 45.0) as again:
+        assert again.describe()["written_s"] == written
+
+
 def test_a_record_keeps_what_came_before_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record_class = load("record").Record
     path = tmp_path / "out" / "one.json"
@@ -81,5 +173,113 @@ def test_the_world_is_the_released_models(tmp_path: Path) -> None:
         with made.again() as other:
             assert np.array_equal(other.store.raw[:100], made.store.raw[:100])
         first = made.store.raw[:1000].copy()
+        raw = made.store.raw[rows[:2].reshape(-1)]
+        plain = made.spec.format.decode_reference(raw, "bf16").view(np.uint16)
+        assert np.array_equal(made.reference(rows[:2]), plain.reshape(2, -1))
     with world.World.make("fp8", 20_000, threads=1, huge=False) as made:
         assert np.array_equal(made.store.raw[:1000], first)
+
+
+STEP = """
+import sys, json
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
+import torch, bare_gather, concurrency, decoder, lookups, step
+from loop import Batch, Inputs
+from record import Record
+from world import World, LAYER
+
+torch.set_num_threads(1)
+decoder.LAYERS, step.BLOCK_S, step.MIN_ROUNDS = 3, 1e-4, 2
+DECODE, PREFILL = Batch("decode", 2), Batch("prefill", 5)
+
+if __name__ == "__main__":
+    with World.make("fp8", 20_000, threads=2) as world, world.worker() as worker:
+        def plain(address, rows, out, scale):  # the interpreter of Triton rounds to bf16 in its own way
+            out.copy_(world.table.gather(rows))
+        bare_gather.copy_and_decode = plain
+        inputs = Inputs(torch.device("cpu"))
+        ways = {name: lookups.make(name, world, inputs, worker.address) for name in ("none", "hbm", "direct", "staged")}
+        record = Record(Path(sys.argv[2]), again=True)
+        cases = ((DECODE, 1), (PREFILL, 1))
+        model = decoder.Decoder(32, inputs.device)
+        step.measure(record, "small", model, ways, inputs, world, 0.0, cases)
+        right = ways["direct"].take
+        ways["direct"].take = lambda hidden: right(hidden) + 1
+        few = {name: ways[name] for name in ("none", "hbm", "direct")}
+        step.measure(record, "wrong", model, few, inputs, world, 0.0, cases[:1])
+        with concurrency.engines(world, worker.address, ["staged"], [0], 0, (DECODE, PREFILL)) as pair:
+            record.put(concurrency.measure(pair, world, "staged", 0, 2, 0.1), "concurrency")
+        for way in ways.values():
+            way.close()
+"""
+
+
+def test_a_step_is_checked_and_timed_and_wrong_rows_are_not(tmp_path: Path) -> None:
+    """On the CPU, with plain forwards in the place of graphs; times are not looked at."""
+    (tmp_path / "drive.py").write_text(STEP)
+    command = [sys.executable, str(tmp_path / "drive.py"), str(FOLDER), str(tmp_path / "out.json")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    ways = {"none", "hbm", "direct", "staged"}
+    for case, tokens in (("decode 2", 2), ("prefill 5", 5)):
+        assert set(found["small"][case]["rows"]) == ways
+        timed = found["small"][f"{case}, 1 in flight"]
+        assert set(timed) == ways
+        for one in timed.values():
+            assert one["tokens_per_s"] == pytest.approx(tokens / one["step_ms"]["p50"] * 1e3, rel=0.02, abs=1)
+        assert timed["hbm"]["throughput_of_hbm"]["p50"] == 1
+        far = found["small"][case]["distance from hbm"]
+        assert far["none"] > 0.1
+        assert far["direct"] == far["staged"] == 0
+    assert "tokens have wrong rows" in found["failed"]["wrong"]["decode 2"]["rows"]["direct"]["error"]
+    assert "direct" not in found["wrong"]["decode 2, 1 in flight"]
+    assert "small" not in found["failed"]
+    assert {"decode 2", "prefill 5", "host_gb_per_s"} == set(found["concurrency"])
+    tables = load_beside("tables")
+    text = tables.step({"machine": MACHINE, "step small": found["small"], "failed": found["failed"]})
+    assert "| decode 2, 1 in flight |" in text
+    assert "tokens have wrong rows" in text
+    text = tables.concurrency({"machine": MACHINE, "lookup alone": {"staged": found["concurrency"]}})
+    assert "| lookup alone | staged | decode 2 " in text
+
+
+def test_a_decoder_is_as_wide_as_its_step_is_to_be_long() -> None:
+    width_for = load_beside("decoder").width_for
+    assert width_for(8e-3, lambda width: 1e-3 + width * 1e-7) == 69_888  # 70,000, to a multiple of 256
+    assert width_for(1e-9, lambda width: 1e-3 + width * 1e-7) == 256
+
+
+def test_hot_rows_are_the_commonest_and_are_found() -> None:
+    hot_set = load_beside("hot_set")
+    rows = np.array([[1, 10], [1, 11], [2, 10], [1, 12], [2, 10]])
+    chosen = hot_set.commonest(rows, 3)
+    assert chosen.tolist() == [1, 2, 10]
+    assert hot_set.commonest(rows, 100).tolist() == [1, 2, 10, 11, 12]
+    found = hot_set.contains(chosen, np.array([[1, 10], [3, 12], [2, 99]]))
+    assert found.tolist() == [[True, True], [False, False], [True, False]]
+    eos = hot_set.EOS
+    first, second = hot_set.halves(np.array([5, 6, eos, 7, 8, 9, eos, 4, eos]))
+    assert first.tolist() == [5, 6, eos]
+    assert second.tolist() == [7, 8, 9, eos, 4, eos]
+
+
+def test_the_cost_of_a_prefill_with_a_hot_set() -> None:
+    """A quarter of the growing part is left, or a tenth; looking into GPU memory adds 30 us."""
+    hot_set = load_beside("hot_set")
+    names = {"direct tokens": (20.0, 1020.0), "staged tokens": (100.0, 500.0), "hbm fused": (10.0, 40.0)}
+    times = {
+        tokens: {"wall_us": {name: {"p50": both[i]} for name, both in names.items()}}
+        for i, tokens in enumerate(("1", "8192"))
+    }
+    found = hot_set.costs(times, {"hit": 0.75, "distinct_missed": 0.1})
+    assert found == {
+        "direct": 300.0,
+        "direct distinct": 150.0,
+        "direct without a set": 1020.0,
+        "staged": 230.0,
+        "staged distinct": 170.0,
+        "staged without a set": 500.0,
+    }

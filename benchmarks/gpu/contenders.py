@@ -8,23 +8,22 @@ the contender says that its rows are wrong).
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import bare_gather
 import numpy as np
 import torch
 from batches import MAX_REQS, MAX_TOKENS, Batch
+from on_device import page_locked, resident, words_of
 from world import EMBED_DIM, LAYER, ROW_DIM, ROWS_PER_TOKEN, Worker, World
 
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector
-from ple_offload.cuda import Cuda, Registration
 from ple_offload.formats.gather_triton import GatherOnDevice
 from ple_offload.layer import PleOffloadLayer
 
 DEVICE = torch.device("cuda", 0)
-COPY_BYTES = 1 << 30
 
 
 class Contender:
@@ -32,7 +31,6 @@ class Contender:
 
     captured = True
     chained = True
-    note = ""
 
     def prepare(self, batch: Batch) -> None:
         """Nothing to do."""
@@ -48,6 +46,13 @@ class Contender:
 
     def before_capture(self, tokens: int) -> None:
         """Nothing to do."""
+
+    def choice(self, tokens: int) -> str:
+        """Which of several ways it goes with so many tokens, where it has several."""
+        return ""
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         """Nothing to do."""
@@ -70,36 +75,12 @@ class Decoder:
         return values.view(-1, EMBED_DIM)
 
 
-def words_of(world: World) -> torch.Tensor:
-    """The table as a CPU tensor of int64 words [num_rows, row_bytes / 8]; not to be written to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is read-only, and torch has no such tensors
-        return torch.from_numpy(world.store.raw.view(np.int64))
-
-
-@contextlib.contextmanager
-def registered(world: World) -> Iterator[tuple[World, int]]:
-    """A mapping of the table of its own, page-locked for reading, and where the GPU sees it."""
-    with world.again() as mapped:
-        registration = Registration(Cuda(DEVICE), *mapped.store.ranges()[0], read_only=True)
-        try:
-            yield mapped, registration.device_address
-        finally:
-            torch.cuda.synchronize()
-            registration.close()
-
-
 class Hbm(Contender):
     """The whole table in GPU memory: `index_select` and torch's decode."""
 
     def __init__(self, world: World) -> None:
         self.decode = Decoder(world)
-        self.table = torch.empty((world.spec.num_rows, self.decode.words), dtype=torch.int64, device=DEVICE)
-        rows = COPY_BYTES // world.spec.row_bytes
-        with registered(world) as (mapped, _):  # else the driver would copy everything twice
-            source = words_of(mapped)
-            for first in range(0, source.shape[0], rows):
-                self.table[first : first + rows].copy_(source[first : first + rows])
+        self.table = resident(world, DEVICE)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         return self.decode(torch.index_select(self.table, 0, batch.rows.view(-1)))
@@ -145,7 +126,7 @@ class DirectGather(Contender):
 
     def __init__(self, world: World) -> None:
         with contextlib.ExitStack() as stack:
-            mapped, address = stack.enter_context(registered(world))
+            mapped, address = stack.enter_context(page_locked(world, DEVICE))
             at = mapped.store.rows
             bases = np.array([address], np.uint64)
             self.gather = GatherOnDevice(world.spec.format, bases, at.starts, at.step, DEVICE)
@@ -164,7 +145,7 @@ class Ours(Contender):
     """The real connector and layer. Row numbers (request "rows") or token ids that are hashed (request "tokens")."""
 
     def __init__(self, name: str, request: str, *, worker: Worker | None = None, world: World | None = None) -> None:
-        """worker: routes `staged` and `auto`; world: a mapping of its own for `direct`, closed with this."""
+        """worker: all routes but `direct`; world: a mapping of its own for `direct`, closed with this."""
         self.world = world
         self.layer = PleOffloadLayer(LAYER, EMBED_DIM)
         self.hidden = torch.empty((MAX_TOKENS, 1), device=DEVICE)
@@ -195,7 +176,6 @@ class Ours(Contender):
             if world:
                 world.close()
             raise
-        self.note = str(getattr(self.connector, "route_report", ""))
 
     def prepare(self, batch: Batch) -> None:
         self.rows[: batch.tokens] = batch.rows
@@ -219,6 +199,15 @@ class Ours(Contender):
     def before_capture(self, tokens: int) -> None:
         self.connector.signal_dummy_outputs(tokens)
 
+    def choice(self, tokens: int) -> str:
+        report = self.connector.route_report
+        if self.connector.config.route != "auto":
+            return ""
+        return "direct" if tokens <= report.direct_tokens else "staged"
+
+    def describe(self) -> dict[str, Any]:
+        return {"report": asdict(self.connector.route_report), "device_bytes": self.connector.device_bytes}
+
     def close(self) -> None:
         self.connector.close()
         if self.world:
@@ -231,7 +220,7 @@ def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Con
 
     def uva(_: dict[str, Contender]) -> Contender:
         with contextlib.ExitStack() as stack:
-            _mapped, address = stack.enter_context(registered(world))
+            _mapped, address = stack.enter_context(page_locked(world, DEVICE))
             return Bare(address, Decoder(world), fused=False, keep=stack.pop_all())
 
     def hbm_fused(made: dict[str, Contender]) -> Contender:
@@ -254,6 +243,8 @@ def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Con
         "direct tokens": lambda _: Ours("direct tokens", "tokens", world=world.again()),
         "staged": lambda _: Ours("staged", "rows", worker=worker),
         "staged tokens": lambda _: Ours("staged tokens", "tokens", worker=worker),
+        "ipc": lambda _: Ours("ipc", "rows", worker=worker),
+        "ipc tokens": lambda _: Ours("ipc tokens", "tokens", worker=worker),
         "auto": lambda _: Ours("auto", "rows", worker=worker),
         "auto tokens": lambda _: Ours("auto tokens", "tokens", worker=worker),
     }

@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from batches import MAX_TOKENS, Batch
-from contenders import DEVICE, Contender, Decoder, words_of
+from contenders import DEVICE, Contender, Decoder
+from on_device import words_of
 from world import ROWS_PER_TOKEN, World
 
 from ple_offload.cuda import Cuda, Registration, driver
@@ -140,6 +141,9 @@ class CrossProcess(Contender):
     def finish(self) -> None:
         if self._process.poll() is not None:
             raise RuntimeError(f"the other process ended with status {self._process.returncode}.")
+
+    def describe(self) -> dict[str, Any]:
+        return {"torch_threads": torch.get_num_threads(), "message": "unix socket"}
 
     def _send(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -1,11 +1,18 @@
 """One lookup at a time, side by side: what `contenders.py` lists, on the same rows, in turns.
 
-Three figures, each the median of some rounds with its 95 % interval:
+Four figures, each the median of some rounds with its 95 % interval:
 
-    wall_us    from the call until the GPU is done, everything launched from Python, nothing overlapped, 2 ms after the last
-    alone_us   the GPU's own time of one lookup in a captured graph, what the host stages before it included; the GPU is
-               kept busy until all is launched, so the host's launching is not in it; sizes of decode steps
-    chain_us   the same, of one of 8 lookups of different rows in one graph: what a lookup adds to a model's graph
+    wall_us    from the call until the GPU is done, everything launched from Python, nothing overlapped
+    queued_us  the GPU's own time of the same: it is kept busy until all is launched, so the host's launching is not in it,
+               and whatever other processes do for the lookup is; sizes above those of decode steps are not captured
+    alone_us   the same of a captured graph; what the host launches before the forward is included
+    chain_us   the same of one of 8 lookups of different rows in one graph: what a lookup adds to a model's graph
+
+`late` counts the rounds in which the GPU got there before all was launched, so that launching is in the figure; always
+so where a contender waits for the GPU while it launches.
+
+Steps follow each other at once, as an engine's do; `--pause-us` puts a pause before each (it lets a virtual machine's cores
+fall asleep). `regret`: how many times longer `auto` takes than the better of `direct` and `staged`.
 
 Before anything is timed, each contender's rows of this size are compared bit for bit with the plain reference, eager and
 captured, on rows it has not seen, in memory filled with something else. Who is wrong is recorded as wrong and not timed.
@@ -16,47 +23,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from batches import MAX_REQS, Batch, Pool, random_pool, text_pool
+from comparisons import comparisons
 from contenders import DEVICE, Contender, factories
-from intervals import fastest, ratio, summary
+from file_world import FileWorld
+from intervals import summary
 from record import Record
 from world import EMBED_DIM, World
+from worlds import WORLDS
 
-TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
+from ple_offload import config
+
 ROUNDS = {1: 40, 8: 40, 64: 40, 256: 40, 1024: 30, 4096: 25, 8192: 25}
 QUICK_ROUNDS = 7
 WARM_ROUNDS = 2
 CHAIN = 8
-PAUSE_S = 0.002
-BUSY_CYCLES = 1_000_000  # about half a millisecond
+BUSY_CYCLES = 2_000_000  # about a millisecond
+WRITE_BUDGET_S = 45.0  # for a checkpoint
 POISON = 0x7FC1  # the bits of a NaN that nothing here computes
 POOL_TOKENS, QUICK_POOL_TOKENS = 1 << 20, 1 << 17
-UVA, HBM = ("uva", "uva fused"), ("hbm", "hbm fused")
-OURS = ("direct", "staged", "auto")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One table and what is measured of it."""
-
-    kind: str
-    huge: bool = True
-    text: bool = False  # rows of real text beside random ones
-    contenders: tuple[str, ...] = ()  # none: all
-
-
-WORLDS = {
-    "fp8": Plan("fp8", text=True),
-    "bf16": Plan("bf16"),
-    "fp8-small-pages": Plan("fp8", huge=False, contenders=("uva", "uva fused", "transformers", *OURS)),
-}
+Timed = Callable[[str], tuple[float, bool]]  # contender -> microseconds, and whether launched too late
 
 
 class WrongRowsError(Exception):
@@ -74,8 +68,10 @@ class Graph:
 class Bench:
     """One size of one kind of rows."""
 
-    def __init__(self, world: World, pool: Pool, contenders: dict[str, Contender], tokens: int) -> None:
-        self.world, self.pool, self.tokens = world, pool, tokens
+    def __init__(
+        self, world: World | FileWorld, pool: Pool, contenders: dict[str, Contender], tokens: int, pause_s: float = 0.0
+    ) -> None:
+        self.world, self.pool, self.tokens, self.pause_s = world, pool, tokens, pause_s
         self.contenders = dict(contenders)  # those that are still in the race
         self.batches = [Batch.empty(tokens) for _ in range(CHAIN)]
         self.alone: dict[str, Graph] = {}
@@ -102,7 +98,7 @@ class Bench:
         for graph in (self.alone[name], self.chain.get(name)):
             if graph is None:
                 continue
-            self._fresh(one)
+            self._fresh(one, len(graph.outs))
             for out in graph.outs:
                 out.view(torch.int16).fill_(POISON)
             one.begin(self.batches[0])
@@ -112,9 +108,9 @@ class Bench:
                 self._compare(out, batch, "captured")
             one.finish()
 
-    def _fresh(self, one: Contender) -> Batch:
-        """New rows into all batches; the first one is prepared for."""
-        for batch in self.batches:
+    def _fresh(self, one: Contender, lookups: int = 1) -> Batch:
+        """New rows into so many batches; the first one is prepared for."""
+        for batch in self.batches[:lookups]:
             self.pool.fill(batch)
         one.prepare(self.batches[0])
         torch.cuda.synchronize()
@@ -150,10 +146,14 @@ class Bench:
 
     # ---- how long does it take? -----------------------------------------------------------------------------------
 
-    def wall_us(self, name: str) -> float:
+    def _pause(self) -> None:
+        if self.pause_s:
+            time.sleep(self.pause_s)
+
+    def wall_us(self, name: str) -> tuple[float, bool]:
         one = self.contenders[name]
         batch = self._fresh(one)
-        time.sleep(PAUSE_S)
+        self._pause()
         began = time.perf_counter_ns()
         one.begin(batch)
         out = one.forward(batch)
@@ -161,41 +161,63 @@ class Bench:
         took = (time.perf_counter_ns() - began) / 1e3
         del out
         one.finish()
-        return took
+        return took, False
 
-    def device_us(self, name: str, graphs: dict[str, Graph]) -> float:
-        one, graph = self.contenders[name], graphs[name]
-        self._fresh(one)
-        time.sleep(PAUSE_S)
+    def device_us(self, name: str, graph: Graph | None) -> tuple[float, bool]:
+        """Of a forward, or of one lookup of a graph; and whether it was launched too late."""
+        one, lookups = self.contenders[name], len(graph.outs) if graph else 1
+        batch = self._fresh(one, lookups)
+        self._pause()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(BUSY_CYCLES)
         begin.record()
-        one.begin(self.batches[0])
-        graph.graph.replay()
+        one.begin(batch)
+        if graph:
+            graph.graph.replay()
+        else:
+            one.forward(batch)
         end.record()
+        late = begin.query()
         torch.cuda.synchronize()
         one.finish()
-        return begin.elapsed_time(end) * 1e3 / len(graph.outs)
+        return begin.elapsed_time(end) * 1e3 / lookups, late
 
 
 def run(options: argparse.Namespace, record: Record) -> None:
     """Every world that is asked for, one after the other: only one fits into memory."""
+    torch.set_num_threads(config.worker_threads())  # of whoever looks up with torch, as many as our worker has
+    record.put(_settings(options), "settings")
     for label in options.worlds:
-        plan = WORLDS[label]
-        kinds = ["random", "text"] if plan.text and options.text else ["random"]
-        rows = options.bf16_rows if plan.kind == "bf16" else options.rows
+        kinds = ["random", "text"] if WORLDS[label].text and options.text else ["random"]
         if all(record.has("lookup", label, kind, str(tokens)) for kind in kinds for tokens in options.tokens):
             print(f"{label}: measured already")
             continue
         began = time.monotonic()
-        with record.failing("world", label), World.make(plan.kind, rows, huge=plan.huge) as world:
-            print(f"{label}: filled after {time.monotonic() - began:.1f} s: {world.describe()}", flush=True)
+        with record.failing("world", label), _world(options, label) as world:
+            print(f"{label}: made after {time.monotonic() - began:.1f} s: {world.describe()}", flush=True)
             _run_world(options, record, label, world)
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _run_world(options: argparse.Namespace, record: Record, label: str, world: World) -> None:
+def _world(options: argparse.Namespace, label: str) -> World | FileWorld:
+    plan = WORLDS[label]
+    if plan.on_disk:
+        return FileWorld.make(options.shards, options.rows, WRITE_BUDGET_S)
+    return World.make(plan.kind, options.bf16_rows if plan.kind == "bf16" else options.rows, huge=plan.huge)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What decides about threads: the same for every contender and in every process."""
+    return {
+        "pause_us": options.pause_us,
+        "torch_threads": torch.get_num_threads(),
+        "our_worker_threads": config.worker_threads(),
+        **{name: os.environ.get(name, "") for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")},
+    }
+
+
+def _run_world(options: argparse.Namespace, record: Record, label: str, world: World | FileWorld) -> None:
     record.put(world.describe(), "tables", label)
     size = QUICK_POOL_TOKENS if options.quick else POOL_TOKENS
     pools = {"random": random_pool(world, size)}
@@ -210,14 +232,14 @@ def _run_world(options: argparse.Namespace, record: Record, label: str, world: W
     with world.worker() as worker, contextlib.ExitStack() as stack:
         contenders: dict[str, Contender] = {}
         for name, make in factories(world, worker).items():
-            if name not in (options.only or plan.contenders or [name]):
+            if not all(name in wanted for wanted in (options.only, plan.contenders) if wanted):
                 continue
             with record.failing("start", label, name):
                 began = time.monotonic()
                 contenders[name] = one = make(contenders)
                 stack.callback(_close, one)
                 seconds = round(time.monotonic() - began, 2)
-                record.put({"seconds": seconds, "note": one.note}, "starts", label, name)
+                record.put({"seconds": seconds, **one.describe()}, "starts", label, name)
                 print(f"{label}: {name}: ready after {seconds} s", flush=True)
         limit_gb = record.found["machine"]["pcie_h2d_gb_per_s"]
         for kind, pool in pools.items():
@@ -225,7 +247,7 @@ def _run_world(options: argparse.Namespace, record: Record, label: str, world: W
                 if record.has("lookup", label, kind, str(tokens)):
                     continue
                 with record.failing("lookup", label, kind, str(tokens)):
-                    bench = Bench(world, pool, contenders, tokens)
+                    bench = Bench(world, pool, contenders, tokens, options.pause_us / 1e6)
                     found = _measure(options, record, bench, [label, kind, str(tokens)])
                     stored = tokens * world.spec.rows_per_token * world.spec.row_bytes
                     found["pcie_limit_us"] = round(stored / limit_gb / 1e3, 2)
@@ -257,43 +279,44 @@ def _measure(options: argparse.Namespace, record: Record, bench: Bench, place: l
             print(f"{kind}: {' '.join(place)} {name}: {error}", flush=True)
             _abandon(bench.contenders.pop(name))
     rounds = QUICK_ROUNDS if options.quick else ROUNDS[bench.tokens]
-    found: dict[str, Any] = {}
-    kinds: dict[str, dict[str, Graph] | None] = {"wall_us": None}
+    choices = {name: one.choice(bench.tokens) for name, one in bench.contenders.items()}
+    found: dict[str, Any] = {"chosen": {name: choice for name, choice in choices.items() if choice}}
+    figures: dict[str, tuple[Iterable[str], Timed]] = {
+        "wall_us": (bench.contenders, bench.wall_us),
+        "queued_us": (bench.contenders, lambda name: bench.device_us(name, None)),
+    }
     if bench.tokens <= MAX_REQS:
-        kinds |= {"alone_us": bench.alone, "chain_us": bench.chain}
-    for figure, graphs in kinds.items():
-        times = _rounds(record, bench, graphs, rounds, [*place, figure])
-        found[figure] = {name: summary(values) for name, values in times.items()}
-        base = fastest(times, UVA)
-        if base is not None:
-            found[figure.replace("_us", "_over_uva")] = {
-                "uva": base,
-                **{name: ratio(values, times[base]) for name, values in times.items() if name != base},
-            }
+        figures["alone_us"] = (bench.alone, lambda name: bench.device_us(name, bench.alone[name]))
+        figures["chain_us"] = (bench.chain, lambda name: bench.device_us(name, bench.chain[name]))
+    for figure, (names, timed) in figures.items():
+        racing = [name for name in names if name in bench.contenders]
+        times, late = _rounds(record, bench, racing, timed, rounds, [*place, figure])
+        found[figure] = {name: {**summary(values), "late": late[name]} for name, values in times.items()}
+        found |= comparisons(figure.removesuffix("_us"), times)
     return found
 
 
 def _rounds(
-    record: Record, bench: Bench, graphs: dict[str, Graph] | None, rounds: int, place: list[str]
-) -> dict[str, list[float]]:
-    """Microseconds of each round, contender -> [rounds]; one that fails is recorded and leaves the race."""
+    record: Record, bench: Bench, names: list[str], timed: Timed, rounds: int, place: list[str]
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Microseconds of each round, contender -> [rounds], and how many were late; one that fails is recorded and leaves."""
     rng = np.random.default_rng(3)
-    racing = {name for name in bench.contenders if graphs is None or name in graphs}
-    times: dict[str, list[float]] = {name: [] for name in bench.contenders if name in racing}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    late = dict.fromkeys(names, 0)
     with _no_garbage_collection():
         for turn in range(-WARM_ROUNDS, rounds):
-            for name in rng.permutation(sorted(racing)).tolist():
+            for name in rng.permutation(sorted(times)).tolist():
                 try:
-                    took = bench.wall_us(name) if graphs is None else bench.device_us(name, graphs)
+                    took, was_late = timed(name)
                 except Exception as error:
                     record.put(f"{type(error).__name__}: {error}"[:1000], "broken", *place, name)
                     _abandon(bench.contenders[name])
-                    racing.discard(name)
                     times.pop(name)
                     continue
                 if turn >= 0:
                     times[name].append(took)
-    return times
+                    late[name] += was_late
+    return times, late
 
 
 @contextlib.contextmanager
@@ -309,8 +332,8 @@ def _no_garbage_collection() -> Iterator[None]:
 def _line(label: str, kind: str, tokens: int, found: dict[str, Any]) -> str:
     head = f"{label} {kind} {tokens:5d} tokens (limit {found['pcie_limit_us']:.1f} us)"
     figures = [
-        f"  {figure[:-3]:5s} " + "  ".join(f"{name} {times['p50']:.1f}" for name, times in found[figure].items())
-        for figure in ("wall_us", "alone_us", "chain_us")
+        f"  {figure[:-3]:6s} " + "  ".join(f"{name} {times['p50']:.1f}" for name, times in found[figure].items())
+        for figure in ("wall_us", "queued_us", "alone_us", "chain_us")
         if figure in found
     ]
     return "\n".join([head, *figures])

@@ -14,21 +14,25 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))  # what is shared with the CPU benchmarks
 
-import lookup
 import world
+import worlds
 from record import Record
 
-PARTS = ("lookup",)
+from ple_offload import native
+
+PARTS = ("lookup", "step", "start", "cost", "concurrency")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
+    native.wait_without_spinning()  # before torch is loaded: one contender's idle threads must not slow the next one down
     for name in options.names:
         record = Record(options.out / f"gpu-{name}.json", again=options.again)
         began = time.monotonic()
-        record.put(importlib.import_module("host").describe(options.out), "machine")
-        print(f"{name}: {record.found['machine']}", flush=True)
-        importlib.import_module(name).run(options, record)
+        with record.failing("run"):  # the next part may work all the same
+            record.put(importlib.import_module("host").describe(options.out), "machine")
+            print(f"{name}: {record.found['machine']}", flush=True)
+            importlib.import_module(name).run(options, record)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
@@ -43,9 +47,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bf16-rows", type=int, default=160_000_000, help="and the BF16 table")
     parser.add_argument("--text", type=Path, help="a .npy of token ids of real text (text_ids.py makes one)")
     parser.add_argument(
-        "--worlds", type=_names, default=["fp8"], help=f"lookup: which tables, of {', '.join(lookup.WORLDS)}"
+        "--shards",
+        type=Path,
+        default=Path(__file__).parents[2] / "build/bench",
+        help="start, lookup of `file`: where the checkpoint is written (build/bench)",
     )
-    parser.add_argument("--tokens", type=_numbers, default=list(lookup.TOKENS), help="lookup: sizes, like 1,64,8192")
+    parser.add_argument(
+        "--worlds", type=_names, default=["fp8"], help=f"lookup: which tables, of {', '.join(worlds.WORLDS)}"
+    )
+    parser.add_argument("--tokens", type=_numbers, default=list(worlds.TOKENS), help="lookup: sizes, like 1,64,8192")
+    parser.add_argument("--pause-us", type=float, default=0, help="lookup: between two lookups")
     parser.add_argument("--only", type=_names, help="lookup: contenders, like uva,direct,staged")
     return parser.parse_args(arguments)
 

@@ -65,6 +65,13 @@ def family(rows: int) -> QwenPle:
     )
 
 
+def decoded(row_format: RowFormat, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """The bits of the bf16 values of stored rows [n, row_bytes], by the plain reference; FP8 by a list of all codes."""
+    if row_format.stored_dtype.itemsize > 1:
+        return row_format.decode_reference(raw, "bf16").view(np.uint16)
+    return row_format.decode_reference(np.arange(256, dtype=np.uint8), "bf16").view(np.uint16)[raw]
+
+
 class MemoryStore:
     """A store of tier `ram` over a sealed memfd; takes `fd` over. `huge`: mapped by 2 MiB pages where it has them."""
 
@@ -152,8 +159,7 @@ class World:
 
     def reference(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         """The bits of the bf16 values of row numbers [tokens, 16]: [tokens, EMBED_DIM]; compiled code has no part in it."""
-        values = self.spec.format.decode_reference(self.store.raw[rows.reshape(-1)], "bf16")
-        return values.view(np.uint16).reshape(len(rows), -1)
+        return decoded(self.spec.format, self.store.raw[rows.reshape(-1)]).reshape(len(rows), -1)
 
     def again(self) -> World:
         """The same memory mapped once more, to be closed on its own: a driver registers one mapping only once."""
@@ -265,15 +271,15 @@ def _fill_all(mapping: Mapping, huge: bool, threads: int) -> None:
         part = words[first // 8 : (first + SLICE_BYTES) // 8]
         if huge:
             collapse(mapping.address + first, part.nbytes)
-        _fill(part, np.uint64(first // 8))
+        fill_words(part, np.uint64(first // 8))
 
-    _fill(words[:0], np.uint64(0))  # compile it once, not in every thread
+    fill_words(words[:0], np.uint64(0))  # compile it once, not in every thread
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(fill, range(0, mapping.num_bytes, SLICE_BYTES)))
 
 
 @native.kernel()
-def _fill(words, first):  # type: ignore[no-untyped-def]
+def fill_words(words, first):  # type: ignore[no-untyped-def]
     """Word i gets the splitmix64 hash of first + i; a byte that would be an FP8 NaN gets its neighbour."""
     for i in range(words.size):
         x = (first + np.uint64(i)) * np.uint64(0x9E3779B97F4A7C15)

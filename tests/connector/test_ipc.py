@@ -293,6 +293,7 @@ def test_flags_begin_as_zeros_whatever_lay_there(
     made: Made, fake: FakeDriver, worker: tuple[PleOffloadWorker, str]
 ) -> None:
     with Client(made, fake, worker[1]) as one:  # the fake allocates memory full of 0xAB
+        assert one.memory.num_bytes == fake.allocated[one.memory.address].size  # what device_bytes counts
         for layer in range(2):
             for step in range(SLOTS):
                 assert not one.flags(layer, step).any()

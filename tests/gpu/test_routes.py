@@ -5,6 +5,7 @@ Run with `make test-gpu` on a machine with an NVIDIA GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -255,6 +256,34 @@ def test_compiled_whole_graphs(engine: Callable[..., Engine], route: str) -> Non
         rows = one.expected().cuda()
         assert torch.equal(found, rows * 2 + rows)
         one.connector.release_outputs()
+
+
+@pytest.mark.parametrize("route", ["direct-ram", "staged-async"])
+def test_gpu_memory_between_steps_is_what_is_reported(
+    checkpoints: dict[str, Path], workers: dict[str, SpawnedWorker], route: str
+) -> None:
+    """What a step leaves behind, without its output, is what the connector reports, up to the allocator's rounding."""
+
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = held()
+    one = Engine(checkpoints["F8_E4M3"], route, workers["F8_E4M3"] if route.startswith("staged") else None)
+    try:
+        one.fill(np.random.default_rng(7), 500, 3)
+        step = one.connector.prepare_forward(3, 500)
+        one.forward(500)
+        torch.cuda.synchronize()
+        one.connector.check(step)
+        one.connector.release_outputs()
+        sources = one.ids.nbytes + one.starts.nbytes + one.context.nbytes
+        reported = one.connector.device_bytes
+        assert reported > 0
+        assert reported + sources <= held() - before <= reported + sources + 16 * 512
+    finally:
+        one.close()
 
 
 @pytest.mark.parametrize("route", WORKER_ROUTES)

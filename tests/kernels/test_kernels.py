@@ -166,6 +166,15 @@ def test_stored_bits_pass_unchanged(name: str) -> None:
     assert np.array_equal(out.view(torch.int16).cpu().numpy().reshape(-1).view(np.uint16), codes)
 
 
+def test_memory_held_on_the_device_is_counted() -> None:
+    """Three addresses and four starts of a gather; three multipliers, 16 sizes and 16 offsets of a rule; 8 bytes each."""
+    bases = np.array([0, 1600, 3200], np.uint64)
+    starts = np.array([0, 10, 20, 30], np.int64)
+    gather = GatherOnDevice(RowFormat("fp8_e4m3", 160, 0.5), bases, starts, 10, DEVICE)
+    assert gather.device_bytes == 7 * 8
+    assert QwenPleOnDevice(rule(3, 8), DEVICE).device_bytes == 35 * 8
+
+
 def test_every_fp8_code_in_every_dtype() -> None:
     shard = Pinned(np.arange(256, dtype=np.uint8))
     at = RowMap.of([shard.address], [1])

@@ -38,6 +38,10 @@ class AutoRoute:
         self._is_dummy = False
         self._started: set[int] = set()  # layers whose rows come direct
 
+    @property
+    def device_bytes(self) -> int:
+        return self._direct.device_bytes + self._staged.device_bytes
+
     def asks_worker(self, step: int, num_tokens: int) -> bool:
         self._is_gone = self._is_gone or self._gone()
         self._goes_direct = self._is_gone or num_tokens <= self._direct_tokens

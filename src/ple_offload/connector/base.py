@@ -61,6 +61,10 @@ class Route(Protocol):
 
     name: str
 
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that it holds between steps; the outputs are the forward's."""
+
     def asks_worker(self, step: int, num_tokens: int) -> bool:
         """Whether the step is to be published; else the forward itself has all it needs. Asked once for each real step.
 
@@ -98,6 +102,7 @@ class DeviceMemory(Protocol):
     """Memory of a GPU that a worker writes: shared once the layout of the region is known, freed when the worker let go."""
 
     address: int
+    num_bytes: int
     layout: Layout
 
     def share(self, layout: Layout) -> tuple[str, bytes]:

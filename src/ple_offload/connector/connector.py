@@ -181,6 +181,11 @@ class PleOffloadConnector:
         """What the worker says of each layer's table."""
         return self._transport.facts
 
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that is held between steps; a step's outputs come on top, and belong to the forward."""
+        return 0 if self._route is None else self._route.device_bytes
+
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def prepare_forward(self, num_reqs: int, num_tokens: int, dummy_run: bool = False) -> int:

@@ -44,6 +44,10 @@ class TableOnDevice:
     num_rows: int
     rows_per_token: int
 
+    @property
+    def device_bytes(self) -> int:
+        return self.gather.device_bytes + (0 if self.family is None else self.family.device_bytes)
+
 
 class TablesOnDevice:
     """Open tables, registered with the driver: `layers` by decoder layer, until `close`. The tables are closed by others.
@@ -140,6 +144,9 @@ class DirectRoute:
             # what the step has, where a captured graph reads it: requests in the high half, tokens in the low one
             self._size = torch.zeros(1, dtype=torch.int64, device=device)
             self._places = torch.arange(config.max_num_reqs + 1, dtype=torch.int64, device=device)
+        own = [self._size, self._places, *(layer.rows for layer in self._layers)]
+        self.device_bytes = sum(tensor.nbytes for tensor in own)
+        self.device_bytes += sum(layer.table.device_bytes for layer in self._layers)
         self._bad = torch.full((len(ports),), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
         self._running: dict[int, torch.Tensor] = {}
 

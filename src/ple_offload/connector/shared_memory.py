@@ -23,12 +23,12 @@ class SharedMemory:
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self.address = 0
+        self.address = self.num_bytes = 0
 
     def share(self, layout: Layout) -> tuple[str, bytes]:
         self.layout = layout.on_device
-        self._num_bytes = -(-self.layout.num_bytes // PIECE_BYTES) * PIECE_BYTES
-        self.address = self._cuda.allocate(self._num_bytes)
+        self.num_bytes = -(-self.layout.num_bytes // PIECE_BYTES) * PIECE_BYTES
+        self.address = self._cuda.allocate(self.num_bytes)
         try:
             self._zero_flags()
             return self._cuda.uuid(), self._cuda.share(self.address)
@@ -57,7 +57,7 @@ class SharedMemory:
             log.error(
                 "route 'ipc': %d bytes of %s stay allocated until this process ends: the worker has not let go of them "
                 "in time (limit close_s), and may still write there.",
-                self._num_bytes,
+                self.num_bytes,
                 self._cuda.device,
             )
         self.address = 0

@@ -133,6 +133,7 @@ class Beginning:
         self.control = torch.zeros((layers, CONTROL_WORDS), dtype=torch.int64, device=device)
         self._rows_per_token = torch.tensor(rows_per_token, dtype=torch.int64, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self.device_bytes = self.control.nbytes + self._rows_per_token.nbytes + self._counter.nbytes
         self._nothing = Source(self._rows_per_token, announced, 0)
         self._announced, self._limit_ns = announced, limit_ns
         self._start = Launch(_begin)

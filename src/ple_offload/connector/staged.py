@@ -87,6 +87,9 @@ class StagedRoute:
         except BaseException:
             self._resources.close()
             raise
+        self.device_bytes = self._beginning.device_bytes
+        if transport.memory is not None:  # route `ipc`
+            self.device_bytes += transport.memory.num_bytes
         self._staged = 0  # the last step that `stage` began
         self._slot_steps = [0] * slots  # the step whose error word a slot's is
         self._busy = threading.Event()

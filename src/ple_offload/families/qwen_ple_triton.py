@@ -90,6 +90,7 @@ class QwenPleOnDevice:
         values = [*family.multipliers, *family.head_sizes, *family.head_offsets]
         self._constants = torch.tensor(values, dtype=torch.int64, device=device)
         self._launch = Launch(_row_numbers)
+        self.device_bytes = self._constants.nbytes
 
     def row_numbers(
         self,

@@ -159,6 +159,7 @@ class GatherOnDevice:
     ) -> None:
         self._bases = torch.from_numpy(bases.view(np.int64).copy()).to(device)
         self._starts = torch.from_numpy(starts.copy()).to(device)
+        self.device_bytes = self._bases.nbytes + self._starts.nbytes
         self._step = step
         self._programs = programs
         self._format = row_format
