@@ -12,7 +12,7 @@ from ple_offload import UsageError, config
 
 def test_defaults_when_nothing_is_set() -> None:
     found = config.settings({})
-    assert found == config.Settings(threads=None, skip_memory_check=False, log="warning")
+    assert found == config.Settings(threads=None, skip_memory_check=False, log="warning", nvtx=False)
     assert set(found.origins.values()) == {"default"}
 
 
@@ -23,6 +23,7 @@ def test_values_and_their_origins() -> None:
         "threads": "PLE_OFFLOAD_THREADS",
         "skip_memory_check": "PLE_OFFLOAD_SKIP_MEMORY_CHECK",
         "log": "default",
+        "nvtx": "default",
     }
 
 

@@ -33,6 +33,8 @@ class Settings:
     skip_memory_check: bool = False
     # Level of the "ple_offload" logger.
     log: str = "warning"
+    # Name what the host does for a step on a profiler's time line (profiling.py).
+    nvtx: bool = False
     origins: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
 
@@ -60,6 +62,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "threads": _positive,
     "skip_memory_check": _switch,
     "log": _log_level,
+    "nvtx": _switch,
 }
 
 

@@ -84,8 +84,16 @@ class Engine:
     """
 
     def __init__(
-        self, path: Path, route: str, worker: SpawnedWorker | None, *, slots: int = 2, limits: Limits | None = None
+        self,
+        path: Path,
+        route: str,
+        worker: SpawnedWorker | None,
+        *,
+        slots: int = 2,
+        limits: Limits | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        self.dtype = dtype
         kind, detail = route.split("-")
         self.on_device = detail != "mirror"
         place = "cuda" if self.on_device else "cpu"
@@ -94,7 +102,7 @@ class Engine:
         self.context = torch.full((MAX_REQS, 2), EOS, dtype=torch.int32, device=place)
         self.reference = ple_offload.open_table(path, tier="ram")
         self.table = ple_offload.open_table(path, tier=detail) if kind == "direct" else None
-        self.layer = PleOffloadLayer(1, 2560)
+        self.layer = PleOffloadLayer(1, 2560, dtype)
         self.connector = PleOffloadConnector(
             ConnectorConfig(
                 MAX_TOKENS,
@@ -130,7 +138,7 @@ class Engine:
 
     def expected(self) -> torch.Tensor:
         inputs = (torch.from_numpy(x) for x in (self.np_ids, self.np_starts, self.np_context))
-        return self.reference.lookup(*inputs, dtype="bf16")
+        return self.reference.lookup(*inputs, dtype=self.dtype)
 
     def forward(self, padded: int) -> torch.Tensor:
         hidden = torch.empty((padded, 1), device="cuda")
@@ -177,7 +185,8 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit, and zeros behind it."""
     count = expected.shape[0]
     behind = found[count:]
-    return torch.equal(found[:count].cpu().view(torch.int16), expected.view(torch.int16)) and not behind.any()
+    bits = torch.int32 if found.dtype == torch.float32 else torch.int16
+    return torch.equal(found[:count].cpu().view(bits), expected.view(bits)) and not behind.any()
 
 
 SIZES = [
@@ -204,6 +213,61 @@ def test_eager_equals_the_reference(engine: Callable[..., Engine], route: str, d
         one.connector.check(step)
         assert same(found, one.expected()), (num_tokens, num_reqs, padded)
         one.connector.release_outputs()
+
+
+@pytest.mark.parametrize("wanted", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("route", ["direct-ram", "staged-async", "ipc-async"])
+def test_values_of_other_dtypes(engine: Callable[..., Engine], route: str, dtype: str, wanted: torch.dtype) -> None:
+    one, rng = engine(route, dtype, dtype=wanted), np.random.default_rng(9)
+    for num_tokens, num_reqs, padded in ((1, 1, 8), (300, 7, 301)):
+        one.fill(rng, num_tokens, num_reqs)
+        step = one.connector.prepare_forward(num_reqs, padded)
+        found = one.forward(padded)
+        torch.cuda.synchronize()
+        one.connector.check(step)
+        assert found.dtype == wanted
+        assert same(found, one.expected())
+        one.connector.release_outputs()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_nothing_compiles_or_loads_after_warm_up(
+    engine: Callable[..., Engine], route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One forward and a dummy are the warm-up; then come steps of every size, odd and even, one and many."""
+    from triton.compiler import CompiledKernel  # not above: this file is read on machines without Triton
+    from triton.runtime.jit import JITFunction
+
+    one, rng = engine(route, "F8_E4M3"), np.random.default_rng(10)
+
+    def step(num_tokens: int, num_reqs: int, padded: int) -> torch.Tensor:
+        one.fill(rng, num_tokens, num_reqs)
+        number = one.connector.prepare_forward(num_reqs, padded if one.on_device else num_tokens)
+        found = one.forward(padded)
+        torch.cuda.synchronize()
+        one.connector.check(number)
+        one.connector.release_outputs()
+        return found
+
+    one.fill(rng, 3, 1)
+    one.connector.signal_dummy_outputs(3)
+    one.forward(3)
+    step(3, 1, 3)
+
+    def compiled(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a kernel was compiled")
+
+    init = CompiledKernel._init_handles
+
+    def loaded(kernel: CompiledKernel) -> None:
+        assert kernel.module is not None, "a kernel was loaded"
+        init(kernel)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    monkeypatch.setattr(CompiledKernel, "_init_handles", loaded)
+    for size in SIZES:
+        assert same(step(*size), one.expected())
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -39,6 +39,7 @@ from ple_offload.errors import ConnectionLostError, PleOffloadError, StepError, 
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.ipc.messages import LayerFacts
 from ple_offload.metrics import ConnectorCounters
+from ple_offload.profiling import span
 from ple_offload.table import Table
 
 if TYPE_CHECKING:
@@ -228,15 +229,18 @@ class PleOffloadConnector:
             return
         if self._route is not None and not self._on_cpu:
             if self.config.tp_rank == 0:
-                self._route.stage(step.number, num_reqs, step.num_tokens, self._sources)
+                with span("copy"):  # and publish: one kernel does both
+                    self._route.stage(step.number, num_reqs, step.num_tokens, self._sources)
             return
         if self._route is not None and self.config.tp_rank == 0:
             self._route.make_room(step.number)
         if self.config.tp_rank == 0:
-            step.num_tokens = min(step.num_tokens, self._stage(self._transport.inputs(step.number), num_reqs, step))
+            with span("copy"):
+                step.num_tokens = min(step.num_tokens, self._stage(self._transport.inputs(step.number), num_reqs, step))
         else:
             step.num_tokens = min(step.num_tokens, self._true_tokens(num_reqs, step.num_tokens))
-        self._transport.publish(step.number, num_reqs, step.num_tokens)
+        with span("publish"):
+            self._transport.publish(step.number, num_reqs, step.num_tokens)
 
     def _stage(self, slot: Inputs, num_reqs: int, step: Step) -> int:
         """Copy the sources into a slot; returns how many tokens are real."""
@@ -275,7 +279,8 @@ class PleOffloadConnector:
         `check`. Rows behind the step's tokens are zero.
         """
         if self._route is not None:
-            return self._route.finish(index, num_rows)
+            with span("wait"):
+                return self._route.finish(index, num_rows)
         port = self._ports[index]
         # NumPy allocates, since torch takes an array over in a third of the time of the other way round
         values = self._outputs.take((num_rows, port.embed_dim), VALUE_DTYPES[port.dtype])
@@ -303,7 +308,8 @@ class PleOffloadConnector:
             )
         if step.error is None:
             try:
-                self._transport.deliver(index, step.number, tokens, values[:tokens])
+                with span("wait"):
+                    self._transport.deliver(index, step.number, tokens, values[:tokens])
             except PleOffloadError as error:
                 self._fail(step, error)
         if step.error is not None:
@@ -359,7 +365,8 @@ class PleOffloadConnector:
     ) -> None:
         """Begin a layer's rows inside the forward, where the route does; called by the layer's op."""
         if self._route is not None:
-            self._route.start(index, ids, query_start_loc, ngram_context)
+            with span("gather"):
+                self._route.start(index, ids, query_start_loc, ngram_context)
 
     def _hear_device(self, wanted: int | None) -> None:
         """Take up what steps that are done on the device failed with."""

@@ -53,6 +53,7 @@ from ple_offload.ipc.region import BLOCK_ROWS, DEVICE_BLOCK_ROWS, MAX_REGION_BYT
 from ple_offload.memory import memfd, sigbus
 from ple_offload.memory.mapping import Mapping
 from ple_offload.metrics import Sample, samples
+from ple_offload.profiling import span
 from ple_offload.spec import fingerprint
 from ple_offload.table import Table
 from ple_offload.worker.device import Devices
@@ -527,7 +528,8 @@ class PleOffloadWorker:
                 layer = wish.layer
                 by_rows = rank.hello.request == "rows"
                 rows = inputs[i] if by_rows else _row_numbers(table, inputs, rank.row_numbers(i))
-                self._deliver(targets, i, step, table, rows.reshape(-1), len(inputs[0]), wish.output)
+                with span("gather"):
+                    self._deliver(targets, i, step, table, rows.reshape(-1), len(inputs[0]), wish.output)
                 counters = session.layers[layer]
                 counters.steps += 1
                 counters.rows += rows.size
