@@ -196,6 +196,13 @@ def _openmp_threads_kept() -> Iterator[None]:
         loaded.omp_set_num_threads(before)
 
 
+def wake(threads: int) -> None:
+    """Wake the threads of a parallel kernel that will come in a moment."""
+    with parallel_turn(threads) as shares:
+        if shares > 1:
+            _mark(np.zeros(shares, np.int64))
+
+
 @kernel(parallel=True)
 def _mark(marks):  # type: ignore[no-untyped-def]
     for i in numba.prange(marks.size):

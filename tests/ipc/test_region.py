@@ -17,6 +17,7 @@ from ple_offload.ipc.region import (
     PAGE,
     WORD_ANNOUNCED,
     WORD_COMING,
+    WORD_EXPECTED,
     WORD_RELEASED,
     WORD_WAITED,
     WORD_WAITERS,
@@ -119,6 +120,7 @@ def test_the_example_of_the_document() -> None:
     places = {
         "announced": WORD_ANNOUNCED,
         "coming": WORD_COMING,
+        "expected": WORD_EXPECTED,
         "released": WORD_RELEASED,
         "waited": WORD_WAITED,
         "waiters": WORD_WAITERS,

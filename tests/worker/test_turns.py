@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
+from types import SimpleNamespace
 
+import pytest
+
+from ple_offload import native
+from ple_offload.worker.server import PleOffloadWorker
 from ple_offload.worker.session import Turns
 
 
@@ -43,3 +48,36 @@ def test_a_lane_without_a_step_is_dropped() -> None:
     turns.ring(EagerLane(0))
     assert turns.next() is None
     assert not turns
+
+
+class PromisedLane(EagerLane):
+    """A device will announce its step."""
+
+    def is_promised(self) -> bool:
+        return True
+
+
+def test_a_promise_is_told_once() -> None:
+    turns, lane = Turns(), PromisedLane(0)
+    turns.ring(lane)
+    assert turns.next() is None
+    assert turns.take_promises() == [lane]
+    turns.ring(lane)
+    assert turns.next() is None
+    assert turns.take_promises() == []
+
+
+@pytest.mark.parametrize(
+    ("coming", "announced", "tokens", "woken"),
+    [(5, 4, 100, [3]), (5, 4, 99, []), (5, 5, 100, []), (5, 4, 2**64 - 1, [3])],
+)
+def test_threads_are_woken_for_a_large_step_that_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch, coming: int, announced: int, tokens: int, woken: list[int]
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(native, "wake", calls.append)
+    rank = SimpleNamespace(coming=coming, announced=announced, expected_tokens=tokens)
+    table = SimpleNamespace(rows_per_token=4, parallel_rows=400, threads=3)
+    lane = SimpleNamespace(tp_rank_0=lambda: rank, session=SimpleNamespace(tables=(table,)))
+    PleOffloadWorker._wake_threads(SimpleNamespace(), lane)
+    assert calls == woken

@@ -194,6 +194,7 @@ class RemoteTransport:
         self._released = np.uint64(base + region.WORD_RELEASED)
         self._waiters = np.uint64(base + region.WORD_WAITERS)
         self._coming = np.uint64(base + region.WORD_COMING)
+        self._expected = np.uint64(base + region.WORD_EXPECTED)
         self._watched = (-1, time.monotonic())  # the last heartbeat that `alive` saw, and when
         self._waited = view[region.WORD_WAITED : region.WORD_WAITED + 8].view(np.uint64)
         self._heads: list[npt.NDArray[np.uint64]] = []
@@ -290,11 +291,12 @@ class RemoteTransport:
         """The last step whose slot may be written again, as the device, or `release`, has said."""
         return int(words.load_word(self._released))
 
-    def expect(self, step: int) -> None:
+    def expect(self, step: int, num_tokens: int) -> None:
         """A device will write this step's inputs and head into its slot, then the word that announces it."""
         self._look()
         if self._closing is not None:
             self._give_up(f"it stops: {self._closing}")
+        words.store_word(self._expected, np.uint64(num_tokens))
         words.store_word(self._coming, np.uint64(step))
         self.ring()
 

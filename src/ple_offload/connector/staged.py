@@ -137,7 +137,7 @@ class StagedRoute:
 
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
         """Copy device sources into the step's slot, announce it and begin it, all in stream order; never waits."""
-        self._transport.expect(step)  # first: the worker wakes up meanwhile
+        self._transport.expect(step, num_tokens)  # first: the worker wakes up meanwhile
         self._expect_word(step, step % self._config.max_concurrent_batches)
         self._stage(step, num_reqs, num_tokens, sources)
         self._staged = step

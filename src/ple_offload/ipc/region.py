@@ -5,6 +5,7 @@ array starts at a multiple of 64 bytes, each output at a page.
 
     words   announced   client   the last step it has published (a dummy step is none)
             coming      client   the last step whose inputs a device is about to write, and then to announce itself
+            expected    client   the tokens of that step, about: worker threads are woken for many
             released    client   every step up to this one has been consumed; its slot may be written again
             waited      client   ns it has waited for flags since it connected; for the worker's figures only
             waiters     client   1 while it sleeps on a flag of this region
@@ -35,7 +36,7 @@ DEVICE_BLOCK_ROWS = 1 << 14  # of memory on a GPU: each block is a copy of its o
 PAGE = 4096
 WORD_ANNOUNCED, WORD_RELEASED, WORD_WAITERS = 0, 8 * 8, 16 * 8  # byte offsets: a cache line each
 WORD_WAITED = 9 * 8  # written together with `released`
-WORD_COMING = 1 * 8  # beside `announced`, which follows it
+WORD_COMING, WORD_EXPECTED = 1 * 8, 2 * 8  # beside `announced`, which follows them
 WORDS_BYTES = 24 * 8
 HEAD_WORDS = 8
 

@@ -79,6 +79,11 @@ class Rank:
         return self._words[region.WORD_ANNOUNCED // 8]
 
     @property
+    def expected_tokens(self) -> int:
+        """About how many tokens the coming step has; whatever it says, nothing but speed follows from it."""
+        return self._words[region.WORD_EXPECTED // 8]
+
+    @property
     def coming(self) -> int:
         return self._words[region.WORD_COMING // 8]
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ple_offload import native
 from ple_offload.cuda import HANDLE_BYTES
 from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, TokenIdError, UsageError
 from ple_offload.formats import VALUE_DTYPES
@@ -507,9 +508,19 @@ class PleOffloadWorker:
     def _serve_next(self) -> bool:
         """Serve one step of the lane whose turn it is; False when there is none."""
         turn = self._turns.next()
+        for lane in self._turns.take_promises():
+            self._wake_threads(lane)
         if turn is not None:
             self._serve(*turn)
         return turn is not None
+
+    def _wake_threads(self, lane: Lane) -> None:
+        """Wake the threads for a large step while its inputs are still on their way: they stay awake for a moment."""
+        rank = lane.tp_rank_0()
+        if rank is not None and rank.coming > rank.announced:
+            table = lane.session.tables[0]
+            if rank.expected_tokens * table.rows_per_token >= table.parallel_rows:
+                native.wake(table.threads)
 
     def _serve(self, lane: Lane, step: int) -> None:
         """Look one step up and deliver it to every TP rank, or tell each of them why not."""

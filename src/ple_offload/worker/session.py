@@ -147,6 +147,7 @@ class Turns:
         self._waiting: dict[int, Lane] = {}  # by identity, in the order of their turn
         self._promised: dict[int, tuple[Lane, float]] = {}  # since when
         self._served_s = 0.0  # when `next` last gave a step
+        self._promises: list[Lane] = []  # made since `take_promises`
 
     def ring(self, lane: Lane) -> None:
         if id(lane) not in self._waiting:
@@ -173,7 +174,13 @@ class Turns:
                 return lane, step
             if lane.is_promised() and key not in self._promised:
                 self._promised[key] = (lane, time.monotonic())
+                self._promises.append(lane)
         return None
+
+    def take_promises(self) -> list[Lane]:
+        """The lanes whose next step has been promised since the last call."""
+        promises, self._promises = self._promises, []
+        return promises
 
     def patience_s(self, idle_s: float) -> float:
         """How long the worker may sleep before it calls `next` again."""
