@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test test-gpu soak-gpu check bench fmt clean
+.PHONY: help demo test test-gpu soak-gpu check bench bench-gpu fmt clean
 
 help:
 	@echo "make demo    write a small model, generate with its n-gram table outside the model, compare with the ordinary model"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-gpu  run the tests that need an NVIDIA GPU, with the packages that PYTHON has"
 	@echo "make check   linter, formatter, type checker, import rules"
 	@echo "make bench   run the benchmarks; results go to benchmarks/results/"
+	@echo "make bench-gpu  run the GPU benchmarks, with the packages that PYTHON has (about 15 minutes, 128 GB of memory)"
 	@echo "make fmt     format and mend what the linter can mend"
 	@echo "make clean   remove the environment and every cache"
 
@@ -37,6 +38,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+bench-gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu/run.py lookup step cost concurrency start --out benchmarks/results
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .
