@@ -69,7 +69,7 @@ def main() -> None:
     for dtype in (torch.int32, torch.int64):
         rows, bad = torch.zeros((3, 16), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         ids, starts, context = (torch.zeros(shape, dtype=dtype) for shape in (3, 3, (2, 2)))
-        on_device.row_numbers(ids, starts, context, rows, bad)
+        on_device.row_numbers(ids, starts, context, rows, bad, bad)
         take_rows(torch.zeros((3, 16), dtype=dtype), bad, rows, bad, 100)
         beginning = Beginning((16, 16), ADDRESS, 1, CPU)
         beginning.tell(0, 0, 0, 0)

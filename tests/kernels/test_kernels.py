@@ -22,7 +22,7 @@ from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAI
 from ple_offload.connector.rows_triton import take_rows  # noqa: E402
 from ple_offload.connector.stage_triton import Beginning, Source  # noqa: E402
 from ple_offload.families.qwen_ple import QwenPle  # noqa: E402
-from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice  # noqa: E402
+from ple_offload.families.qwen_ple_triton import NO_BAD_ID, PLACE_BIT, QwenPleOnDevice  # noqa: E402
 from ple_offload.formats.base import VALUE_DTYPES, RowFormat  # noqa: E402
 from ple_offload.formats.gather_triton import GatherOnDevice, word_bytes  # noqa: E402
 from ple_offload.ipc import words  # noqa: E402
@@ -31,6 +31,7 @@ from ple_offload.stores.base import RowMap  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 EOS = 7
+FIRST = torch.zeros(1, dtype=torch.int64, device=DEVICE)  # of the words that tell of bad ids, the first is the step's
 FORMATS = ["bf16", "fp16", "fp32", "fp8_e4m3"]
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -81,7 +82,7 @@ def test_row_numbers(n: int, h: int, dtype: torch.dtype) -> None:
         padded = np.concatenate([ids, [-1, 10**6, -5]])  # lanes behind the last request
         out = torch.full((num_tokens + 3, family.rows_per_token), -7, device=DEVICE)
         bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
-        kernel.row_numbers(*on_device(padded, starts, context, dtype=dtype), out, bad)
+        kernel.row_numbers(*on_device(padded, starts, context, dtype=dtype), out, bad, FIRST)
         assert np.array_equal(out[:num_tokens].cpu().numpy(), family.row_numbers_reference(ids, starts, context))
         assert (out[num_tokens:] == -1).all()
         assert bad.item() == NO_BAD_ID
@@ -93,7 +94,7 @@ def test_released_sizes_do_not_overflow() -> None:
     starts, context = np.array([0, 6]), np.array([[248_319, 248_318]])
     out = torch.zeros((6, 16), dtype=torch.int64, device=DEVICE)
     bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
-    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad)
+    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad, FIRST)
     assert np.array_equal(out.cpu().numpy(), family.row_numbers_reference(ids, starts, context))
 
 
@@ -103,9 +104,10 @@ def test_a_bad_id_is_reported_and_gets_no_row(place: int, value: int) -> None:
     ids, starts, context = np.arange(30) % 40, np.array([0, 30]), np.array([[1, 2]])
     ids[place] = value
     out = torch.zeros((30, family.rows_per_token), dtype=torch.int64, device=DEVICE)
-    bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
-    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad)
-    assert bad.item() == place
+    bad = torch.full((3,), NO_BAD_ID, device=DEVICE)
+    step = torch.tensor([2 << PLACE_BIT | 5 << 32 | 7], device=DEVICE)
+    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad, step)
+    assert bad.tolist() == [NO_BAD_ID, NO_BAD_ID, place]
     assert (out[place] == -2).all()
     assert (out[: place if place else 0] >= 0).all()
 
@@ -115,20 +117,20 @@ def test_row_numbers_that_are_given(dtype: torch.dtype) -> None:
     """Those behind the step's tokens are not looked at; the first token with a bad one is told."""
     given = np.random.default_rng(0).integers(0, 100, (40, 12))
     given[30:] = 10**6
-    size = torch.tensor([7 << 32 | 30], device=DEVICE)
+    size = torch.tensor([1 << PLACE_BIT | 7 << 32 | 30], device=DEVICE)
     for place, value in ((None, 0), (3, -1), (29, 100)):
         rows = given.copy()
         if place is not None:
             rows[place, 5] = value
             rows[29, 11] = -2
         out = torch.full((40, 12), -7, device=DEVICE)
-        bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
+        bad = torch.full((2,), NO_BAD_ID, device=DEVICE)
         (source,) = on_device(rows, dtype=dtype)
         take_rows(source, size, out, bad, 100)
         right = np.where((rows[:30] < 0) | (rows[:30] >= 100), -2, rows[:30])
         assert np.array_equal(out[:30].cpu().numpy(), right)
         assert (out[30:] == -1).all()
-        assert bad.item() == (NO_BAD_ID if place is None else place)
+        assert bad.tolist() == [NO_BAD_ID, NO_BAD_ID if place is None else place]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -263,9 +263,16 @@ class PleOffloadConnector:
     def signal_dummy_outputs(self, num_tokens: int) -> None:
         """Satisfy the next forward with zeros, for warm-up and graph capture; counts no step.
 
-        A `prepare_forward` before that forward takes it back: a real step never gets a dummy's zeros.
+        A `prepare_forward` before that forward takes it back: a real step never gets a dummy's zeros. On a GPU, where the
+        host does not see a forward, UsageError while a real step is in flight.
         """
         self.raise_unreported()
+        real = next((step for step in self._flight if not step.dummy), None)
+        if self._route is not None and real is not None:
+            raise UsageError(
+                f"signal_dummy_outputs: expected no step in flight on a GPU, found that step {real.number} is in flight: its "
+                "forward would get the zeros. Call release_outputs first."
+            )
         if not 0 <= num_tokens <= self.config.max_num_tokens:
             raise UsageError(f"num_tokens: expected 0 to {self.config.max_num_tokens}, found {num_tokens}.")
         self._dummies.append(Step(0, num_tokens, dummy=True))
