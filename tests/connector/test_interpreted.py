@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("triton", reason="GPU routes need triton (extra `cuda`)")
 from connector.interpreted import BORDER, Gpu, Model
 from connector.rig import Made, make, random_inputs
 from ple_offload import cuda, open_table
+from ple_offload.connector.drain_triton import Drain
 from ple_offload.errors import StepError, StoreError, UsageError
 from ple_offload.worker.spawn import SpawnedWorker
 
@@ -225,3 +227,73 @@ def test_a_file_that_changed_in_place_fails_the_steps(
             one.run(inputs)
         one.close()
     assert gpu.driver.in_use() == []
+
+
+# ---- what an earlier step left -----------------------------------------------------------------------------------------
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next_one_in_its_slot(
+    model: Callable[..., Model], rng: np.random.Generator
+) -> None:
+    """Neither while it has not begun on the device, nor the worker's reason, for ever."""
+    one = model("staged")
+    for _ in range(3):
+        inputs = random_inputs(rng, 10, 2)
+        inputs.ids[3] = 1000
+        with pytest.raises(StepError, match=r"input_ids\[3\]"):
+            one.run(inputs)
+        failed = one.connector._route._words.clone()
+        one.connector.release_outputs()
+        one.prepare(random_inputs(rng, 10, 2))
+        one.connector.release_outputs()
+        step = one.prepare(inputs := random_inputs(rng, 10, 2))
+        one.connector._route._words.copy_(failed)  # as long as the device is behind
+        one.connector.check(step)
+        one.await_flags(step, 10)
+        assert one.right(one.forward(10), inputs)
+        one.connector.check(step)
+        one.connector.release_outputs()
+    assert one.connector._transport._failed == {}
+
+
+# ---- where it runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["staged", "auto"])
+def test_the_wait_is_launched_on_its_own_device_whatever_the_current_one_is(
+    model: Callable[..., Model], gpu: Gpu, rng: np.random.Generator, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = model(route)
+    current: list[Any] = []
+    run = Drain.run
+
+    def seen(drain: Drain, *arguments: Any) -> None:
+        current.append(gpu.driver.current)
+        run(drain, *arguments)
+
+    monkeypatch.setattr(Drain, "run", seen)
+    inputs = random_inputs(rng, BORDER + 1, 2)
+    assert one.right(one.run(inputs), inputs)
+    assert current == [torch.device("cuda", 0)] * 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_forked_child_leaves_the_device_to_its_parent(
+    model: Callable[..., Model], gpu: Gpu, rng: np.random.Generator, route: str
+) -> None:
+    """When it closes, as at its exit: the driver refuses a child everything, and memory may be shared with the parent."""
+    one = model(route)
+    inputs = random_inputs(rng, 20, 2)
+    assert one.right(one.run(inputs), inputs)
+    calls, end = len(gpu.driver.calls), one.connector._route.close
+    closed: list[None] = []
+    one.connector._route.close = lambda: closed.append(end())
+    child = os.fork()
+    if not child:
+        try:
+            one.close()
+            os._exit(0 if len(gpu.driver.calls) == calls and not closed else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert one.right(one.run(inputs), inputs)

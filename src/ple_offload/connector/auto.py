@@ -83,5 +83,5 @@ class AutoRoute:
         self._staged.release(step)
 
     def close(self) -> None:
+        self._staged.close()  # first: it ends what the GPU waits for
         self._direct.close()
-        self._staged.close()
