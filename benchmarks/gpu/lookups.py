@@ -87,6 +87,7 @@ class InForward(NoTable):
         self._scale = float(torch.tensor(world.spec.format.scale, dtype=torch.bfloat16))
         self._rows = torch.empty((inputs.ids.shape[0], ROWS_PER_TOKEN), dtype=torch.int64, device=inputs.device)
         self._bad = torch.full((1,), NO_BAD_ID, dtype=torch.int64, device=inputs.device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=inputs.device)
         self._asked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def begin(self, ids: torch.Tensor, starts: torch.Tensor, context: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ class InForward(NoTable):
         assert self._asked is not None
         rows = self._rows[: hidden.shape[0]]
         out = torch.empty((hidden.shape[0], EMBED_DIM), dtype=torch.bfloat16, device=hidden.device)
-        self._family.row_numbers(*self._asked, rows, self._bad)
+        self._family.row_numbers(*self._asked, rows, self._bad, self._step)
         bare_gather.copy_and_decode(self._address, rows.view(-1), out.view(rows.numel(), -1), self._scale)
         return out
 

@@ -568,3 +568,28 @@ def test_a_worker_without_a_sign_of_life_is_said(
     assert caplog.text.count("gives no sign of life") == 1
     transport.close()
     found.close()
+
+
+def test_a_rank_that_gives_the_worker_up_takes_its_group_with_it(opening: Opening, made: Made) -> None:
+    """Else the others would wait for large steps that nobody publishes, for ever: a worker that was stopped may wake up."""
+    table = made.spec.tables[0]
+    other: list[RemoteTransport] = []
+
+    def connect() -> None:
+        config = ConnectorConfig(64, 8, session=f"{id(opening)}", tp_rank=1, tp_size=2)
+        ports = [PortSpec(table.layer, "bf16", table.embed_dim)]
+        other.append(RemoteTransport(config, ports, opening.address, direct_tokens=EVERY_SIZE))
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    found, transport, route = opening.open(made, tp_size=2)
+    thread.join(20)
+    assert other[0].alive()
+    transport.alive = lambda: False
+    assert not route.asks_worker(1, 60)
+    deadline = time.monotonic() + 5
+    while other[0].alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not other[0].alive()
+    for one in (transport, other[0], found):
+        one.close()

@@ -94,9 +94,9 @@ class Client:
         )
 
     def drain(self, step: int, tokens: int, out_rows: int) -> tuple[list[torch.Tensor], int]:
-        """Each layer's values as a model gets them, and the last error word."""
+        """Each layer's values as a model gets them, and why they did not come, or 0."""
         pytest.importorskip("triton", reason="the model waits by a Triton kernel")
-        from ple_offload.connector.drain_triton import CONTROL_WORDS, Drain
+        from ple_offload.connector.drain_triton import CONTROL_WORDS, WHY_BITS, Drain
 
         control = torch.zeros(CONTROL_WORDS, dtype=torch.int64)
         control.copy_(torch.tensor([self.transport.flag(step), 4 * tokens, step % SLOTS, 1]))
@@ -116,7 +116,7 @@ class Client:
             out = torch.full((out_rows, port.embed_dim), 9.0, dtype=torch.bfloat16)
             drain.run(control, out.view(out_rows * 4, -1))
             values.append(out)
-        return values, int(host[1 + step % SLOTS])
+        return values, int(host[1 + step % SLOTS]) % (1 << WHY_BITS)
 
     def stored(self, layer: int, step: int, inputs: Inputs) -> bool:
         """Whether the rows' bytes on the GPU are the step's, and zeros behind its requests."""
@@ -478,8 +478,9 @@ def test_a_gpu_that_hangs_keeps_the_worker_for_a_limited_time_only(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """And the client's memory for good: what the GPU writes once it wakes up must not be another's by then."""
     monkeypatch.setattr(worker_device, "CLOSE_LIMIT_S", 0.2)
-    one = Client(made, fake, worker[1])
+    one = Client(made, fake, worker[1], limits=Limits(close_s=1))
     fake.hold = True
     one.publish(random_inputs(rng, 30, 2))
     until(lambda: any(fake.streams.values()))
@@ -487,6 +488,8 @@ def test_a_gpu_that_hangs_keeps_the_worker_for_a_limited_time_only(
     until(lambda: "Is the GPU hung?" in caplog.text)
     assert works(made, worker[1])
     assert fake.opened, "closed under a copy"
+    assert fake.allocated, "freed under a copy"
+    fake.go()
 
 
 def test_a_client_that_dies_leaves_nothing_in_the_worker(

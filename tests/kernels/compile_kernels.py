@@ -69,13 +69,11 @@ def main() -> None:
     for dtype in (torch.int32, torch.int64):
         rows, bad = torch.zeros((3, 16), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         ids, starts, context = (torch.zeros(shape, dtype=dtype) for shape in (3, 3, (2, 2)))
-        on_device.row_numbers(ids, starts, context, rows, bad)
+        on_device.row_numbers(ids, starts, context, rows, bad, bad)
         take_rows(torch.zeros((3, 16), dtype=dtype), bad, rows, bad, 100)
         beginning = Beginning((16, 16), ADDRESS, 1, CPU)
-        beginning.tell(0, 0, 0, 0)
-        beginning.stage(
-            [Source(ids, ADDRESS, 3)] * 4, head=ADDRESS, step=1, num_reqs=1, num_tokens=3, error=0, flag=5, slot=0
-        )
+        beginning.tell(0, 0, 0)
+        beginning.stage([Source(ids, ADDRESS, 3)] * 4, head=ADDRESS, step=1, num_reqs=1, num_tokens=3, flag=5, slot=0)
     for name in ("bf16", "fp16", "fp32", "fp8_e4m3"):
         row_format = RowFormat(name, 160, 0.5 if name == "fp8_e4m3" else None)
         for dtype in DTYPES:

@@ -18,11 +18,11 @@ if not ON_GPU:
 
 pytest.importorskip("triton", reason="Triton kernels need triton (extra `cuda`)")
 
-from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAILED, TIMED_OUT, Drain  # noqa: E402
+from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAILED, TIMED_OUT, WHY_BITS, Drain  # noqa: E402
 from ple_offload.connector.rows_triton import take_rows  # noqa: E402
 from ple_offload.connector.stage_triton import Beginning, Source  # noqa: E402
 from ple_offload.families.qwen_ple import QwenPle  # noqa: E402
-from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice  # noqa: E402
+from ple_offload.families.qwen_ple_triton import NO_BAD_ID, PLACE_BIT, QwenPleOnDevice  # noqa: E402
 from ple_offload.formats.base import VALUE_DTYPES, RowFormat  # noqa: E402
 from ple_offload.formats.gather_triton import GatherOnDevice, word_bytes  # noqa: E402
 from ple_offload.ipc import words  # noqa: E402
@@ -31,6 +31,7 @@ from ple_offload.stores.base import RowMap  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 EOS = 7
+FIRST = torch.zeros(1, dtype=torch.int64, device=DEVICE)  # of the words that tell of bad ids, the first is the step's
 FORMATS = ["bf16", "fp16", "fp32", "fp8_e4m3"]
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -81,7 +82,7 @@ def test_row_numbers(n: int, h: int, dtype: torch.dtype) -> None:
         padded = np.concatenate([ids, [-1, 10**6, -5]])  # lanes behind the last request
         out = torch.full((num_tokens + 3, family.rows_per_token), -7, device=DEVICE)
         bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
-        kernel.row_numbers(*on_device(padded, starts, context, dtype=dtype), out, bad)
+        kernel.row_numbers(*on_device(padded, starts, context, dtype=dtype), out, bad, FIRST)
         assert np.array_equal(out[:num_tokens].cpu().numpy(), family.row_numbers_reference(ids, starts, context))
         assert (out[num_tokens:] == -1).all()
         assert bad.item() == NO_BAD_ID
@@ -93,7 +94,7 @@ def test_released_sizes_do_not_overflow() -> None:
     starts, context = np.array([0, 6]), np.array([[248_319, 248_318]])
     out = torch.zeros((6, 16), dtype=torch.int64, device=DEVICE)
     bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
-    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad)
+    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad, FIRST)
     assert np.array_equal(out.cpu().numpy(), family.row_numbers_reference(ids, starts, context))
 
 
@@ -103,9 +104,10 @@ def test_a_bad_id_is_reported_and_gets_no_row(place: int, value: int) -> None:
     ids, starts, context = np.arange(30) % 40, np.array([0, 30]), np.array([[1, 2]])
     ids[place] = value
     out = torch.zeros((30, family.rows_per_token), dtype=torch.int64, device=DEVICE)
-    bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
-    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad)
-    assert bad.item() == place
+    bad = torch.full((3,), NO_BAD_ID, device=DEVICE)
+    step = torch.tensor([2 << PLACE_BIT | 5 << 32 | 7], device=DEVICE)
+    QwenPleOnDevice(family, DEVICE).row_numbers(*on_device(ids, starts, context), out, bad, step)
+    assert bad.tolist() == [NO_BAD_ID, NO_BAD_ID, place]
     assert (out[place] == -2).all()
     assert (out[: place if place else 0] >= 0).all()
 
@@ -115,20 +117,20 @@ def test_row_numbers_that_are_given(dtype: torch.dtype) -> None:
     """Those behind the step's tokens are not looked at; the first token with a bad one is told."""
     given = np.random.default_rng(0).integers(0, 100, (40, 12))
     given[30:] = 10**6
-    size = torch.tensor([7 << 32 | 30], device=DEVICE)
+    size = torch.tensor([1 << PLACE_BIT | 7 << 32 | 30], device=DEVICE)
     for place, value in ((None, 0), (3, -1), (29, 100)):
         rows = given.copy()
         if place is not None:
             rows[place, 5] = value
             rows[29, 11] = -2
         out = torch.full((40, 12), -7, device=DEVICE)
-        bad = torch.full((1,), NO_BAD_ID, device=DEVICE)
+        bad = torch.full((2,), NO_BAD_ID, device=DEVICE)
         (source,) = on_device(rows, dtype=dtype)
         take_rows(source, size, out, bad, 100)
         right = np.where((rows[:30] < 0) | (rows[:30] >= 100), -2, rows[:30])
         assert np.array_equal(out[:30].cpu().numpy(), right)
         assert (out[30:] == -1).all()
-        assert bad.item() == (NO_BAD_ID if place is None else place)
+        assert bad.tolist() == [NO_BAD_ID, NO_BAD_ID if place is None else place]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -268,7 +270,7 @@ def test_drain_gives_nan_and_the_reason_where_rows_do_not_come(flag: int, poison
     out = stage.run(words.flag(1, 5), 600, 0, 640)
     assert out[:600].isnan().all()
     assert (out[600:] == 0).all()
-    assert stage.errors == [why, 0]
+    assert stage.errors == [5 << WHY_BITS | why, 0]  # of step 5
 
 
 def test_a_zeroed_table_fails_the_comparison() -> None:
@@ -297,13 +299,13 @@ def test_drain_gives_nan_for_the_one_block_that_does_not_come() -> None:
     expected = stage.expected(0, 1000)
     assert same(out[: lost.start], expected[: lost.start])
     assert same(out[lost.stop :], expected[lost.stop :])
-    assert stage.errors == [TIMED_OUT, 0]
+    assert stage.errors == [5 << WHY_BITS | TIMED_OUT, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("counts", [(0, 1, 0), (5, 3, 4), (5000, 17, 2), (70_000, 300, 600)])
 def test_a_step_is_staged_announced_and_told(dtype: torch.dtype, counts: tuple[int, int, int]) -> None:
-    """Every integer, whatever programs share them, nothing beside them; then head, error word and announcement."""
+    """Every integer, whatever programs share them, nothing beside them; then head and announcement."""
     region = Pinned(np.full(8 * 80_000, 0xAA, np.uint8))
     at = region.bytes.view(np.int64)
     device_at = region.address
@@ -316,15 +318,13 @@ def test_a_step_is_staged_announced_and_told(dtype: torch.dtype, counts: tuple[i
             Source(torch.from_numpy(array).to(DEVICE, dtype), device_at + 8 * int(place), count)
             for array, place, count in zip(arrays, places, counts, strict=True)
         ]
-        beginning.stage(
-            sources, head=device_at + 64, step=step, num_reqs=2, num_tokens=9, error=device_at + 8, flag=55, slot=1
-        )
+        beginning.stage(sources, head=device_at + 64, step=step, num_reqs=2, num_tokens=9, flag=55, slot=1)
         if ON_GPU:
             torch.cuda.synchronize()
         for array, place, count in zip(arrays, places, counts, strict=True):
             assert np.array_equal(at[place : place + count], array[:count])
             assert at[place + count] == np.int64(-0x5555555555555556)
-        assert at[:2].tolist() == [step, 0]
+        assert at[0] == step
         assert at[8:11].tolist() == [step, 2, 9]
         assert beginning.control.tolist() == [[55, 9 * 16, 1, 77], [55, 9 * 4, 1, 77]]
         at[:16] = -1
@@ -333,12 +333,11 @@ def test_a_step_is_staged_announced_and_told(dtype: torch.dtype, counts: tuple[i
 def test_what_the_host_announced_is_only_told() -> None:
     region = Pinned(np.full(1024, 0xAA, np.uint8))
     beginning = Beginning((16,), region.address, 77, DEVICE)
-    beginning.tell(5, 1, 0, 0)
+    beginning.tell(5, 1, 0)
     assert beginning.control.tolist() == [[5, 0, 1, 77]]
-    assert (region.bytes == 0xAA).all()
-    beginning.tell(6, 0, 3, region.address + 8)
+    beginning.tell(6, 0, 3)
     assert beginning.control.tolist() == [[6, 48, 0, 77]]
-    assert region.bytes.view(np.int64)[1] == 0
+    assert (region.bytes == 0xAA).all()
 
 
 def test_row_numbers_of_many_layers_are_staged_in_turn() -> None:
@@ -346,7 +345,7 @@ def test_row_numbers_of_many_layers_are_staged_in_turn() -> None:
     beginning = Beginning((1,) * 7, region.address, 77, DEVICE)
     tensors = [torch.tensor([10 + i, 20 + i], device=DEVICE) for i in range(7)]
     sources = [Source(tensor, region.address + 8 * (20 + 2 * i), 2) for i, tensor in enumerate(tensors)]
-    beginning.stage(sources, head=region.address + 64, step=1, num_reqs=0, num_tokens=2, error=0, flag=5, slot=0)
+    beginning.stage(sources, head=region.address + 64, step=1, num_reqs=0, num_tokens=2, flag=5, slot=0)
     if ON_GPU:
         torch.cuda.synchronize()
     assert region.bytes.view(np.int64)[20:34].tolist() == [n for i in range(7) for n in (10 + i, 20 + i)]

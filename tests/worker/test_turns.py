@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ple_offload import native
+from ple_offload.worker import session
 from ple_offload.worker.server import PleOffloadWorker
 from ple_offload.worker.session import Turns
 
@@ -65,6 +66,31 @@ def test_a_promise_is_told_once() -> None:
     turns.ring(lane)
     assert turns.next() is None
     assert turns.take_promises() == []
+
+
+def test_a_promise_that_is_not_kept_lets_the_worker_sleep_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that was stopped, or failed between its promise and its step, must not keep a core busy; ringing renews."""
+    now = 1000.0
+    monkeypatch.setattr(session.time, "monotonic", lambda: now)
+    turns, lane = Turns(), PromisedLane(0)
+    lane.ready_step = lambda: None  # type: ignore[method-assign]
+    turns.ring(lane)
+    for seconds, sleeps in ((0.0, False), (59.0, False), (0.0, False), (59.0, False), (2.0, True), (100.0, True)):
+        now += seconds
+        if seconds == 59.0 and now < 1060:
+            turns.ring(lane)
+        assert turns.next() is None
+        assert (turns.patience_s(0.25) == 0.25) == sleeps, now
+    lane.ready_step = lambda: 7  # type: ignore[method-assign]
+    lane.has_more = lambda step: False  # type: ignore[method-assign]
+    assert turns.next() == (lane, 7), "late, but it is kept"
+    turns.ring(lane)
+    lane.ready_step = lambda: None  # type: ignore[method-assign]
+    assert turns.next() is None
+    lane.is_promised = lambda: False  # type: ignore[method-assign]  # its rank has gone
+    now += 1
+    assert turns.next() is None
+    assert turns.patience_s(0.25) == 0.25
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class AutoRoute:
 
     def begin(self, step: int, num_reqs: int, num_tokens: int, dummy: bool) -> None:
         self._is_dummy = dummy
+        self._started.clear()  # by a forward that broke off: its rows are of another step
         self._direct.begin(step, num_reqs, num_tokens, dummy)  # always: the forward may be a replay
         if dummy or not self._goes_direct:
             self._staged.begin(step, num_reqs, num_tokens, dummy)
@@ -82,5 +83,5 @@ class AutoRoute:
         self._staged.release(step)
 
     def close(self) -> None:
+        self._staged.close()  # first: it ends what the GPU waits for
         self._direct.close()
-        self._staged.close()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from ple_offload import native
 from ple_offload.connector import registry
 from ple_offload.connector.base import Inputs, PortSpec, Route, Transport, check_width
 from ple_offload.connector.choose import RouteReport, require_triton
@@ -127,6 +128,7 @@ class PleOffloadConnector:
         self._unreported: PleOffloadError | None = None
         self._failures: dict[int, PleOffloadError] = {}
         self._closed = False
+        self._pid = native.pid
         self._sources = Sources(input_ids_source, query_start_loc_source, ngram_context_source, row_numbers_source)
         self._route: Route | None = None
         self._gpu: GpuRoutes | None = None
@@ -263,9 +265,16 @@ class PleOffloadConnector:
     def signal_dummy_outputs(self, num_tokens: int) -> None:
         """Satisfy the next forward with zeros, for warm-up and graph capture; counts no step.
 
-        A `prepare_forward` before that forward takes it back: a real step never gets a dummy's zeros.
+        A `prepare_forward` before that forward takes it back: a real step never gets a dummy's zeros. On a GPU, where the
+        host does not see a forward, UsageError while a real step is in flight.
         """
         self.raise_unreported()
+        real = next((step for step in self._flight if not step.dummy), None)
+        if self._route is not None and real is not None:
+            raise UsageError(
+                f"signal_dummy_outputs: expected no step on a GPU, found that step {real.number} is in flight: its forward "
+                "would get the zeros. Call release_outputs first."
+            )
         if not 0 <= num_tokens <= self.config.max_num_tokens:
             raise UsageError(f"num_tokens: expected 0 to {self.config.max_num_tokens}, found {num_tokens}.")
         self._dummies.append(Step(0, num_tokens, dummy=True))
@@ -417,6 +426,9 @@ class PleOffloadConnector:
         self._transport = self._connect()
 
     def _disconnect(self) -> None:
+        if native.pid != self._pid:  # in a forked child: what is on a device, and what waits there, is the parent's
+            self._transport.close()
+            return
         if self._route is not None:
             self._route.close()
             self._route = None

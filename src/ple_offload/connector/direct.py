@@ -7,7 +7,7 @@ one copy). The table is open in this process, or lent by a worker, whose end cha
 graph.
 
 A bad id or row number cannot be refused before the step runs: its token gets NaN, its position goes to a word of the
-host's, and `check` raises once the step is done.
+host's that is this step's, and `check` raises once the step is done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ple_offload.connector.sources import Sources
 from ple_offload.cuda import Cuda, Registration
 from ple_offload.errors import CudaError, StepError, UsageError
 from ple_offload.families.qwen_ple import QwenPle
-from ple_offload.families.qwen_ple_triton import NO_BAD_ID, QwenPleOnDevice
+from ple_offload.families.qwen_ple_triton import NO_BAD_ID, PLACE_BIT, QwenPleOnDevice
 from ple_offload.formats.gather_triton import GatherOnDevice
 from ple_offload.table import Table
 
@@ -124,6 +124,8 @@ class DirectRoute:
         for port in ports:
             check_width(port, on_device.tables[port.layer].embed_dim)
         self._device, self._sources, self._look = device, sources, look
+        self._tables = list(on_device.tables.values())
+        self._max_num_tokens, self._slots = config.max_num_tokens, config.max_concurrent_batches
         self._cuda = cuda = on_device.cuda
         self._by_rows = config.request == "rows"
         self._from_sources = not sources.on_cpu()
@@ -141,13 +143,14 @@ class DirectRoute:
                 for port in ports
             ]
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # what the step has, where a captured graph reads it: requests in the high half, tokens in the low one
-            self._size = torch.zeros(1, dtype=torch.int64, device=device)
+            # where a captured graph reads it: the step's place in `_bad`, its requests (24 bits), its tokens (32 bits)
+            self._size = torch.full((1,), self._slots << PLACE_BIT, dtype=torch.int64, device=device)
             self._places = torch.arange(config.max_num_reqs + 1, dtype=torch.int64, device=device)
         own = [self._size, self._places, *(layer.rows for layer in self._layers)]
         self.device_bytes = sum(tensor.nbytes for tensor in own)
         self.device_bytes += sum(layer.table.device_bytes for layer in self._layers)
-        self._bad = torch.full((len(ports),), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
+        # a word for each slot of steps; behind them one for dummies, whose ids nobody answers for
+        self._bad = torch.full((len(ports), self._slots + 1), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
         self._running: dict[int, torch.Tensor] = {}
 
     def asks_worker(self, step: int, num_tokens: int) -> bool:
@@ -161,13 +164,21 @@ class DirectRoute:
         """The forward brings the ids."""
 
     def begin(self, step: int, num_reqs: int, num_tokens: int, dummy: bool) -> None:
-        """Tell the device the step's size, in stream order; a dummy whose forward brings ids gets the rows of those."""
+        """Tell the device the step's size, in stream order; a dummy whose forward brings ids gets the rows of those.
+
+        Raises StoreError when a table's file has changed.
+        """
         if self._look is not None:
             self._look()
-        if self._from_sources:
-            with self._cuda.current():
-                stream = torch.cuda.current_stream(self._device).cuda_stream
-                self._cuda.write_value(stream, self._size.data_ptr(), 0 if dummy else num_reqs << 32 | num_tokens)
+        for table in self._tables:
+            table.check()
+        main = torch.cuda.current_stream(self._device)
+        if self._running:  # a forward broke off: its memory may be used again once the side stream is done with it
+            main.wait_stream(self._side)
+            self._running.clear()
+        size = self._slots << PLACE_BIT if dummy else step % self._slots << PLACE_BIT | num_reqs << 32 | num_tokens
+        with self._cuda.current():
+            self._cuda.write_value(main.cuda_stream, self._size.data_ptr(), size)
 
     def release(self, step: int) -> None:
         """Outputs are fresh tensors: nothing is held."""
@@ -177,20 +188,25 @@ class DirectRoute:
     ) -> None:
         """Fork: begin a layer's rows for the tokens of `ids` [num_tokens], on the side stream."""
         layer = self._layers[index]
+        if ids.shape[0] > self._max_num_tokens:
+            raise UsageError(
+                f"layer {layer.port.layer}: expected at most {self._max_num_tokens} ids in the forward, found "
+                f"{ids.shape[0]}. Raise max_num_tokens."
+            )
         main = torch.cuda.current_stream(self._device)
         out = torch.empty(
             (ids.shape[0], layer.port.embed_dim), dtype=TORCH_DTYPES[layer.port.dtype], device=self._device
         )
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            rows, bad = layer.rows[: ids.shape[0]], self._bad[index : index + 1]
+            rows, bad = layer.rows[: ids.shape[0]], self._bad[index]
             if self._by_rows:
                 source = (self._sources.row_numbers or {})[layer.port.layer]
                 take_rows(source[: ids.shape[0]].contiguous(), self._size, rows, bad, layer.table.num_rows)
             else:
                 assert layer.table.family is not None  # checked when the tables were registered
                 starts, context = self._cuts(query_start_loc, ngram_context)
-                layer.table.family.row_numbers(ids, starts, context, rows, bad)
+                layer.table.family.row_numbers(ids, starts, context, rows, bad, self._size)
             layer.table.gather.run(rows.view(-1), out.view(rows.numel(), -1))
         self._running[index] = out
 
@@ -207,7 +223,9 @@ class DirectRoute:
                 )
             if query_start_loc is None:
                 # behind the step's last request the source holds anything: repeat the end, as for empty requests
-                query_start_loc = sources.query_start_loc.index_select(0, torch.minimum(self._places, self._size >> 32))
+                query_start_loc = sources.query_start_loc.index_select(
+                    0, torch.minimum(self._places, self._size >> 32 & 0xFFFFFF)
+                )
             if ngram_context is None:
                 ngram_context = sources.ngram_context[:most].contiguous()
         return query_start_loc, ngram_context
@@ -216,11 +234,16 @@ class DirectRoute:
         """Join: the layer's rows [num_rows, embed_dim], written when the current stream comes here."""
         out = self._running.pop(index)
         torch.cuda.current_stream(self._device).wait_stream(self._side)
+        if out.shape[0] != num_rows:
+            raise UsageError(
+                f"layer {self._layers[index].port.layer}: expected as many ids as hidden states, found {out.shape[0]} and "
+                f"{num_rows}."
+            )
         return out
 
     def error(self, step: int) -> StepError | None:
-        """What went wrong in the steps that are done, once; `step` is the one whose caller asks."""
-        bad = self._bad.numpy()
+        """What went wrong in a step that is done, once."""
+        bad = self._bad.numpy()[:, step % self._slots]
         if (bad == NO_BAD_ID).all():
             return None
         index = int(bad.argmin())

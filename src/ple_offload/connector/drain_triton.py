@@ -33,8 +33,10 @@ from ple_offload.ipc.region import BLOCK_ROWS
 from ple_offload.launch import Launch
 
 CONTROL_WORDS = 4
-# What a program leaves in its slot's error word.
+# Why a step's rows did not come: the low bits of its slot's error word, below the step's number. A word of an earlier step
+# in the slot says nothing of this one, so nobody has to clear it in time.
 TIMED_OUT, STEP_FAILED, POISONED = 1, 2, 3
+WHY_BITS = 2
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -117,7 +119,8 @@ def _drain(  # type: ignore[no-untyped-def]
             flag = flags + (slot * blocks_per_slot + first // FLAG_ROWS) * 8
             why = _wait(flag, expected, poison, limit_ns, THREADS, INTERPRETED)
             if why != 0:
-                tl.store((errors + slot * 8).to(tl.pointer_type(tl.int64)), why.to(tl.int64))
+                step = expected & ((1 << 47) - 1)
+                tl.store((errors + slot * 8).to(tl.pointer_type(tl.int64)), step << 2 | why.to(tl.int64))
         # rows lie one after the other there as here, so they are drained as one line of words
         end = tl.minimum(first + BLOCK, out_rows) * ROW_WORDS
         real = tl.minimum(num_rows, first + BLOCK) * ROW_WORDS

@@ -417,18 +417,29 @@ class RemoteTransport:
         self._look()
         raise StepError(self._failed.get(step, f"{self.worker}: step {step} failed; its log says why."))
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """End the connection: whatever the worker writes from now on, nobody reads."""
-        self._lost = f"{self.worker}: {reason}. Every step in flight has failed; `reconnect` starts a new connection."
-        self._channel.end()
+        if self._lost is None:
+            self._lost = (
+                f"{self.worker}: {reason}. Every step in flight has failed; `reconnect` starts a new connection."
+            )
+            self._channel.end()
+
+    def _give_up(self, reason: str) -> None:
+        """`give_up`, and raise it."""
+        self.give_up(reason)
         self._raise_if_lost()
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
             raise (ForkError if self._forked else ConnectionLostError)(self._lost)
 
-    def release(self, step: int) -> None:
+    def forget(self, step: int) -> None:
+        """Nobody will ask any more why a step up to this one failed."""
         self._failed = {s: why for s, why in self._failed.items() if s > step}
+
+    def release(self, step: int) -> None:
+        self.forget(step)
         if self._lost is None:
             self._waited[0] = self._waited_ns
             words.store_word(self._released, np.uint64(step))

@@ -222,10 +222,14 @@ class GpuRoutes:
 
 
 def _gone(lent: LentTables, transport: RemoteTransport) -> bool:
-    """Whether no step can be given to the worker any more; says so, and is asked no more then."""
-    if lent.gone():
-        return True
-    if transport.alive():
-        return False
-    log.warning("%s gives no sign of life: steps of every size go by route 'direct'.", transport.worker)
+    """Whether no step can be given to the worker any more; says so, and is asked no more then.
+
+    This rank has decided for all of its group: should the worker wake up, it hears that this connection has ended, and ends
+    the others'. A rank that still went `staged` would wait for steps that nobody publishes.
+    """
+    if not lent.gone():
+        if transport.alive():
+            return False
+        log.warning("%s gives no sign of life: steps of every size go by route 'direct'.", transport.worker)
+    transport.give_up("it has gone, or gave no sign of life")
     return True

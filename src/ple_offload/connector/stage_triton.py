@@ -54,7 +54,7 @@ def _store_release(address, value, INTERPRETED: tl.constexpr):  # type: ignore[n
 
 @triton.jit(
     do_not_specialize=[
-        "a_at", "a_count", "b_at", "b_count", "c_at", "c_count", "head", "announced", "error", "flag", "slot", "limit_ns",
+        "a_at", "a_count", "b_at", "b_count", "c_at", "c_count", "head", "announced", "flag", "slot", "limit_ns",
         "step", "num_reqs", "num_tokens", "layers",
     ],
     do_not_specialize_on_alignment=["a", "b", "c"],
@@ -71,7 +71,6 @@ def _begin(  # type: ignore[no-untyped-def]
     c_count: tl.int64,
     head: tl.int64,  # address of the slot's head: step, num_reqs, num_tokens
     announced: tl.int64,  # address of the word that the worker looks at
-    error: tl.int64,  # address of the slot's error word; 0: leave it
     control,  # (layers, CONTROL_WORDS) int64
     rows_per_token,  # (layers,) int64
     layers: tl.int64,
@@ -103,8 +102,6 @@ def _begin(  # type: ignore[no-untyped-def]
                 tl.store(at + 1, num_tokens * tl.load(rows_per_token + i))
                 tl.store(at + 2, slot)
                 tl.store(at + 3, limit_ns)
-            if error != 0:  # not before: the step before in this slot may still have been waiting, and failed
-                tl.store(error.to(tl.pointer_type(tl.int64)), tl.full((), 0, tl.int64))
         if WHAT == 2:
             words = head.to(tl.pointer_type(tl.int64))
             tl.store(words, step)
@@ -138,9 +135,9 @@ class Beginning:
         self._announced, self._limit_ns = announced, limit_ns
         self._start = Launch(_begin)
 
-    def tell(self, flag: int, slot: int, num_tokens: int, error: int) -> None:
-        """What the model waits for next; the inputs are the host's affair, or it is a dummy: 0 tokens, error 0."""
-        self._launch([], TELL, 0, 0, 0, num_tokens, error, flag, slot)
+    def tell(self, flag: int, slot: int, num_tokens: int) -> None:
+        """What the model waits for next; the inputs are the host's affair, or it is a dummy, of 0 tokens."""
+        self._launch([], TELL, 0, 0, 0, num_tokens, flag, slot)
 
     def stage(
         self,
@@ -150,15 +147,14 @@ class Beginning:
         step: int,
         num_reqs: int,
         num_tokens: int,
-        error: int,
         flag: int,
         slot: int,
     ) -> None:
         """Copy the sources, tell the model's wait, and announce the step."""
         while len(sources) > 3:  # row numbers of many layers
-            self._launch(sources[:3], COPY, 0, 0, 0, 0, 0, 0, 0)
+            self._launch(sources[:3], COPY, 0, 0, 0, 0, 0, 0)
             sources = sources[3:]
-        self._launch(sources, ANNOUNCE, head, step, num_reqs, num_tokens, error, flag, slot)
+        self._launch(sources, ANNOUNCE, head, step, num_reqs, num_tokens, flag, slot)
 
     def _launch(
         self,
@@ -168,7 +164,6 @@ class Beginning:
         step: int,
         num_reqs: int,
         num_tokens: int,
-        error: int,
         flag: int,
         slot: int,
     ) -> None:
@@ -180,7 +175,7 @@ class Beginning:
             a.tensor, a.at, a.count,
             b.tensor, b.at, b.count,
             c.tensor, c.at, c.count,
-            head, self._announced, error,
+            head, self._announced,
             self.control, self._rows_per_token, len(self._rows_per_token), self._counter,
             step, num_reqs, num_tokens, flag, slot, self._limit_ns,
             constants=lambda: {

@@ -20,7 +20,7 @@ import torch
 from ple_offload.connector.base import PortSpec
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.connector.direct import TORCH_DTYPES
-from ple_offload.connector.drain_triton import POISONED, STEP_FAILED, TIMED_OUT, Drain
+from ple_offload.connector.drain_triton import POISONED, STEP_FAILED, TIMED_OUT, WHY_BITS, Drain
 from ple_offload.connector.remote import RemoteTransport
 from ple_offload.connector.sources import Sources
 from ple_offload.connector.stage_triton import Beginning, Source
@@ -58,7 +58,7 @@ class StagedRoute:
             with cuda.current():
                 # poison, then one error word per slot; written by the host and by the kernel
                 self._words = torch.zeros(1 + slots, dtype=torch.int64, pin_memory=True)
-                self._errors = self._words.data_ptr() + 8
+                errors = self._words.data_ptr() + 8
                 self._beginning = Beginning(
                     transport.layout.rows_per_token,
                     self._region + region.WORD_ANNOUNCED,
@@ -71,7 +71,7 @@ class StagedRoute:
                         stage=base + places.output(i, 0),
                         flags=base + places.flag(i, 0, 0),
                         poison=self._words.data_ptr(),
-                        errors=self._errors,
+                        errors=errors,
                         slot_bytes=places.output(i, 1) - places.output(i, 0),
                         blocks_per_slot=places.blocks[i],
                         flag_rows=places.block_rows,
@@ -79,7 +79,7 @@ class StagedRoute:
                     for i in range(len(ports))
                 ]
                 # compile and load now: to load a kernel may wait for those that run
-                self._beginning.tell(0, 0, 0, 0)
+                self._beginning.tell(0, 0, 0)
                 for i in range(len(ports)):
                     self.finish(i, 1)
                 if not sources.on_cpu() and config.tp_rank == 0:
@@ -91,7 +91,6 @@ class StagedRoute:
         if transport.memory is not None:  # route `ipc`
             self.device_bytes += transport.memory.num_bytes
         self._staged = 0  # the last step that `stage` began
-        self._slot_steps = [0] * slots  # the step whose error word a slot's is
         self._busy = threading.Event()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ple-offload-watch", daemon=True)
@@ -112,14 +111,9 @@ class StagedRoute:
             return
         slot = step % self._config.max_concurrent_batches
         if not dummy:
-            self._expect_word(step, slot)
+            self._busy.set()
         with self._cuda.current():
-            error = 0 if dummy else self._errors + 8 * slot
-            self._beginning.tell(self._transport.flag(step), slot, 0 if dummy else num_tokens, error)
-
-    def _expect_word(self, step: int, slot: int) -> None:
-        self._slot_steps[slot] = step
-        self._busy.set()
+            self._beginning.tell(self._transport.flag(step), slot, 0 if dummy else num_tokens)
 
     def make_room(self, step: int) -> None:
         """Wait until the device has consumed what was in this step's slot: the host is about to write there.
@@ -138,7 +132,7 @@ class StagedRoute:
     def stage(self, step: int, num_reqs: int, num_tokens: int, sources: Sources) -> None:
         """Copy device sources into the step's slot, announce it and begin it, all in stream order; never waits."""
         self._transport.expect(step, num_tokens)  # first: the worker wakes up meanwhile
-        self._expect_word(step, step % self._config.max_concurrent_batches)
+        self._busy.set()
         self._stage(step, num_reqs, num_tokens, sources)
         self._staged = step
 
@@ -157,7 +151,6 @@ class StagedRoute:
                 step=step,
                 num_reqs=num_reqs,
                 num_tokens=num_tokens,
-                error=self._errors + 8 * slot,
                 flag=self._transport.flag(step),
                 slot=slot,
             )
@@ -186,8 +179,9 @@ class StagedRoute:
     def finish(self, index: int, num_rows: int) -> torch.Tensor:
         """The layer's rows [num_rows, embed_dim], written when the current stream comes here."""
         port, rows_per_token = self._ports[index], self._transport.layout.rows_per_token[index]
-        out = torch.empty((num_rows, port.embed_dim), dtype=TORCH_DTYPES[port.dtype], device=self._device)
-        self._drains[index].run(self._beginning.control[index], out.view(num_rows * rows_per_token, -1))
+        with self._cuda.current():
+            out = torch.empty((num_rows, port.embed_dim), dtype=TORCH_DTYPES[port.dtype], device=self._device)
+            self._drains[index].run(self._beginning.control[index], out.view(num_rows * rows_per_token, -1))
         return out
 
     def release(self, step: int) -> None:
@@ -195,13 +189,14 @@ class StagedRoute:
         with self._cuda.current():
             stream = torch.cuda.current_stream(self._device).cuda_stream
             self._cuda.write_value(stream, self._region + region.WORD_RELEASED, step)
+        self._transport.forget(step)
         self._transport.ring()
 
     def error(self, step: int) -> PleOffloadError | None:
         """Why a step that is done on the device delivered NaN, in the worker's words where it said any; or None."""
         slot = step % self._config.max_concurrent_batches
-        why = int(self._words[1 + slot])
-        if not why or self._slot_steps[slot] != step:
+        failed, why = divmod(int(self._words[1 + slot]), 1 << WHY_BITS)
+        if not why or failed != step:
             return None
         limit_s = self._config.limits.hard_cap_s
         reasons = {

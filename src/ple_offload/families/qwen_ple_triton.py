@@ -3,7 +3,8 @@
 Every size that a step changes is read from memory, so that a captured graph replays with other steps: a graph is captured
 for `num_tokens` tokens and `num_reqs` requests, and a smaller step has trailing empty requests (query_start_loc repeats its
 last value). Tokens from query_start_loc[num_reqs] on get row -1, which gathers as zeros; a token whose n-gram holds an id
-outside the vocabulary gets row -2, which gathers as NaN.
+outside the vocabulary gets row -2, which gathers as NaN. Its position goes to the step's own word, since several steps may
+be in flight.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from ple_offload.launch import Launch
 
 # What `bad` holds while every id so far was in the vocabulary.
 NO_BAD_ID = (1 << 62) - 1
+# Where in a step's word on the device (connector/direct.py) its place among the words of `bad` begins.
+PLACE_BIT = 56
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_reqs", "search", "vocab_size", "eos"],
-    do_not_specialize_on_alignment=["input_ids", "query_start_loc", "ngram_context", "out"],
+    do_not_specialize_on_alignment=["input_ids", "query_start_loc", "ngram_context", "out", "bad", "step"],
 )
 def _row_numbers(  # type: ignore[no-untyped-def]
     input_ids,  # (num_tokens,) int32 or int64
@@ -29,7 +32,8 @@ def _row_numbers(  # type: ignore[no-untyped-def]
     ngram_context,  # (num_reqs, N - 1) int32 or int64
     constants,  # (N + 2 * HEADS,) int64: multipliers, sizes, offsets
     out,  # (num_tokens, HEADS) int64
-    bad,  # (1,) int64: position of a bad id, a lower one wins
+    bad,  # (places,) int64: position of a bad id, a lower one wins
+    step,  # (1,) int64: from bit PLACE_BIT on, which of them is the step's
     num_tokens: tl.int64,
     num_reqs: tl.int64,
     search: tl.int64,  # steps of the binary search: 2**search > num_reqs
@@ -39,6 +43,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HEADS_P2: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACE_BIT: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     used = tl.load(query_start_loc + num_reqs).to(tl.int64)
@@ -77,7 +82,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
     rows = tl.where(wrong[:, None], -2, tl.where(live[:, None], rows, -1))
     place = out + t[:, None].to(tl.int64) * HEADS + heads[None, :]
     tl.store(place, rows, mask=(t < num_tokens)[:, None] & (heads < HEADS)[None, :])
-    tl.atomic_min(bad + tl.zeros((BLOCK,), tl.int32), t.to(tl.int64), mask=wrong)
+    tl.atomic_min(bad + (tl.load(step) >> PLACE_BIT) + tl.zeros((BLOCK,), tl.int64), t.to(tl.int64), mask=wrong)
 
 
 class QwenPleOnDevice:
@@ -99,10 +104,12 @@ class QwenPleOnDevice:
         ngram_context: torch.Tensor,
         out: torch.Tensor,
         bad: torch.Tensor,
+        step: torch.Tensor,
     ) -> None:
-        """Fill out [num_tokens, rows_per_token] int64; `bad` [1] int64 gets the position of the first bad id, if any.
+        """Fill out [num_tokens, rows_per_token] int64; a word of `bad` int64 gets the position of the first bad id, if any.
 
-        A position is of the token whose n-gram holds the bad id. All tensors are contiguous on one device.
+        step [1] int64: which word that is, from bit PLACE_BIT on. A position is of the token whose n-gram holds the bad id.
+        All tensors are contiguous on one device.
         """
         num_tokens, heads = out.shape
         num_reqs = query_start_loc.shape[0] - 1
@@ -116,6 +123,7 @@ class QwenPleOnDevice:
                 self._constants,
                 out,
                 bad,
+                step,
                 num_tokens,
                 num_reqs,
                 max(1, num_reqs).bit_length(),
@@ -126,5 +134,6 @@ class QwenPleOnDevice:
                     "HEADS": heads,
                     "HEADS_P2": triton.next_power_of_2(heads),
                     "BLOCK": self.BLOCK,
+                    "PLACE_BIT": PLACE_BIT,
                 },
             )

@@ -104,8 +104,11 @@ class DeviceOutput:
         except CudaError as error:
             self.lost = self.lost or str(error)
 
-    def close(self) -> None:
-        """Wait for the copies under way, then let go of memory, region and context."""
+    def close(self) -> bool:
+        """Wait for the copies under way, then let go of memory, region and context; False when that took too long.
+
+        Then the GPU may still write there: the client must not hear that its memory is free again.
+        """
         done = True
         try:
             done = self._cuda.wait_for(self._stream, CLOSE_LIMIT_S)
@@ -120,3 +123,4 @@ class DeviceOutput:
             )
             self._resources.pop_all()
         self._resources.close()
+        return done

@@ -23,6 +23,8 @@ from ple_offload.memory import memfd
 from ple_offload.memory.mapping import PAGE_BYTES, Mapping
 from ple_offload.worker.device import DeviceOutput, Devices
 
+_kept: list[Rank] = []  # for a GPU that may still read their regions, and write what the client would free
+
 
 class Rank:
     """The region of one rank, and the words in it that both sides read and write."""
@@ -183,8 +185,14 @@ class Rank:
         return views
 
     def close(self) -> None:
+        """Unmap, and close the connection last: its end says that the rank's memory, on a GPU too, is no longer in use.
+
+        Where a GPU does not come to the end of its copies, everything is kept until this process ends.
+        """
         if self.device is not None:
-            self.device.close()
+            if not self.device.close():
+                _kept.append(self)
+                return
             self.device = None
         self._words, self._heads = memoryview(bytes(region.WORDS_BYTES)).cast("Q"), []
         self._arrays = []
@@ -192,6 +200,7 @@ class Rank:
         if self.doorbell_fd >= 0:
             os.close(self.doorbell_fd)
             self.doorbell_fd = -1
+        self.channel.close()
 
 
 def _check_region(peer: str, fd: int, num_bytes: int) -> None:

@@ -237,7 +237,6 @@ class PleOffloadWorker:
         for session in self._sessions.values():
             for rank in session.ranks.values():
                 rank.close()
-                rank.channel.close()
         self._epoll.close()
         self._heartbeat_map.close()
         os.close(self._heartbeat_fd)
@@ -501,7 +500,6 @@ class PleOffloadWorker:
         session.counters.wait_s += rank.take_wait_s()
         session.remove(rank)
         rank.close()
-        rank.channel.close()  # last: its end says that the rank's memory, on a GPU too, is no longer in use here
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ple_offload.worker.rank import Rank
 # After a small step the next one may follow at once (several ranks, a loop of short steps), and to sleep and be woken takes
 # 20 to 50 us in a virtual machine: the worker stays awake for a few times as long, counted from the start of the step.
 LINGER_S = 0.0002
-# Looking again for a promised step: at once, then every DOZE_S, then every millisecond, then no more.
+# Looking again for a promised step: at once, then every DOZE_S, then every millisecond, then whenever the worker wakes.
 SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.0003, 0.00005, 0.2, 60.0
 
 
@@ -140,7 +140,7 @@ class Turns:
     """Round robin over the lanes that may have something to do, one step each.
 
     A lane whose step is promised (a device will announce it, or a reader has not released its slot yet) becomes servable
-    without ringing: it is looked at again and again, ever less often, until PATIENCE_S have passed.
+    without ringing: it is looked at again and again, ever less often, after PATIENCE_S only when the worker wakes anyway.
     """
 
     def __init__(self) -> None:
@@ -159,10 +159,12 @@ class Turns:
 
         Any other lane is dropped: what changes that (a new step) rings again.
         """
-        for key, (lane, since_s) in list(self._promised.items()):
-            if lane.ready_step() is not None or time.monotonic() - since_s > PATIENCE_S:
+        for key, (lane, _) in list(self._promised.items()):
+            if lane.ready_step() is not None:
                 del self._promised[key]
                 self.ring(lane)
+            elif not lane.is_promised():  # its rank has gone
+                del self._promised[key]
         while self._waiting:
             key = next(iter(self._waiting))
             lane = self._waiting.pop(key)
@@ -172,9 +174,10 @@ class Turns:
                     self.ring(lane)
                 self._served_s = time.monotonic()
                 return lane, step
-            if lane.is_promised() and key not in self._promised:
+            if lane.is_promised():
+                if key not in self._promised:
+                    self._promises.append(lane)
                 self._promised[key] = (lane, time.monotonic())
-                self._promises.append(lane)
         return None
 
     def take_promises(self) -> list[Lane]:
@@ -189,7 +192,9 @@ class Turns:
         if not self._promised:
             return idle_s
         waited_s = time.monotonic() - max(since_s for _, since_s in self._promised.values())
-        return 0.0 if waited_s < SPIN_S else DOZE_S if waited_s < DOZE_UNTIL_S else 0.001
+        if waited_s < DOZE_UNTIL_S:
+            return 0.0 if waited_s < SPIN_S else DOZE_S
+        return 0.001 if waited_s < PATIENCE_S else idle_s
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
