@@ -10,6 +10,7 @@ help:
 	@echo "make demo    write a small model, generate with its n-gram table outside the model, compare with the ordinary model"
 	@echo "make test    run the tests (no GPU needed)"
 	@echo "make test-gpu  run the tests that need an NVIDIA GPU, with the packages that PYTHON has"
+	@echo "make soak-gpu  the same, 100,000 random steps"
 	@echo "make check   linter, formatter, type checker, import rules"
 	@echo "make bench   run the benchmarks; results go to benchmarks/results/"
 	@echo "make bench-gpu  run the GPU benchmarks, with the packages that PYTHON has (about 15 minutes, 128 GB of memory)"
