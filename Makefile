@@ -1,4 +1,4 @@
-# Every target makes its own environment in .venv; it is renewed only when the files named after `$(STAMP):` change.
+# Targets make their own environment in .venv, except those for a GPU; it is renewed only when the files named after `$(STAMP):` change.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -7,14 +7,15 @@ STAMP  := $(VENV)/.installed
 .PHONY: help demo test test-gpu soak-gpu check bench bench-gpu fmt clean
 
 help:
-	@echo "make demo    write a small model, generate with its n-gram table outside the model, compare with the ordinary model"
-	@echo "make test    run the tests (no GPU needed)"
+	@echo "make demo      write a small model, generate with its n-gram table outside the model, compare with the ordinary model"
+	@echo "make test      run the tests (no GPU needed)"
 	@echo "make test-gpu  run the tests that need an NVIDIA GPU, with the packages that PYTHON has"
-	@echo "make check   linter, formatter, type checker, import rules"
-	@echo "make bench   run the benchmarks; results go to benchmarks/results/"
-	@echo "make bench-gpu  run the GPU benchmarks, with the packages that PYTHON has (about 15 minutes, 128 GB of memory)"
-	@echo "make fmt     format and mend what the linter can mend"
-	@echo "make clean   remove the environment and every cache"
+	@echo "make soak-gpu  the same, 100,000 random steps"
+	@echo "make check     linter, formatter, type checker, import rules"
+	@echo "make bench     run the benchmarks; results go to benchmarks/results/"
+	@echo "make bench-gpu run the GPU benchmarks, with the packages that PYTHON has (about 15 minutes, 128 GB of memory)"
+	@echo "make fmt       format and mend what the linter can mend"
+	@echo "make clean     remove the environment and every cache"
 
 demo: $(STAMP)
 	$(BIN)/ple-offload demo

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ple_offload.errors import (
     CheckpointError,
+    ConnectionLostError,
+    CudaError,
     ForkError,
     MemoryLimitError,
     PleOffloadError,
+    ProtocolError,
+    StepError,
     StoreError,
     TokenIdError,
     UsageError,
@@ -29,10 +33,14 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CheckpointError",
     "CheckpointSpec",
+    "ConnectionLostError",
     "CpuGpuSemaphore",
+    "CudaError",
     "ForkError",
     "MemoryLimitError",
     "PleOffloadError",
+    "ProtocolError",
+    "StepError",
     "StoreError",
     "Table",
     "TableSpec",

@@ -112,7 +112,7 @@ def test_without_a_gpu_or_torch_there_is_one_section(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_gpu_can_do_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="without Triton no route can work, and doctor says only that")
     from fake_driver import FakeDriver
     from ple_offload import cuda
 
@@ -135,7 +135,7 @@ def test_what_a_gpu_can_do_is_said_with_the_reason(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_broken_driver_breaks_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="without Triton no route can work, and doctor says only that")
     from fake_driver import FakeDriver
 
     driver = FakeDriver()

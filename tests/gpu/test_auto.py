@@ -20,11 +20,15 @@ import torch
 import ple_offload
 from gpu.test_routes import CONFIG, MAX_REQS, MAX_TOKENS, SIZES, Engine, same, write
 from ple_offload.cli import gpu
-from ple_offload.connector import ConnectorConfig, PleOffloadConnector, routes
+from ple_offload.connector import ConnectorConfig, PleOffloadConnector
 from ple_offload.connector.choose import EVERY_SIZE
 from ple_offload.errors import StepError
 from ple_offload.layer import PleOffloadLayer
 from ple_offload.worker.spawn import SpawnedWorker
+
+pytest.importorskip("triton", reason="GPU routes need triton (extra `cuda`)")
+
+from ple_offload.connector import routes
 
 pytestmark = pytest.mark.gpu
 

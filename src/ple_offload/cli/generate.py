@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--route",
         default="auto",
         metavar="R",
-        help="how rows reach a GPU: direct (the GPU reads this process's tables), staged (the worker gathers, the GPU "
-        "drains), ipc (the worker copies into the GPU's memory), host (a lookup on the CPU and a copy), auto (what works, "
-        "default)",
+        help="how rows reach a GPU: direct (the GPU reads the tables in host memory), staged (the worker gathers, the GPU "
+        "drains), ipc (the worker copies into the GPU's memory), host (a lookup on the CPU and a copy), auto (what works "
+        "and is faster, default)",
     )
     add_tier(parser)
     add_worker(parser)

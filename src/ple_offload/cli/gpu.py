@@ -12,9 +12,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 Facts = dict[str, Any]
 
 SHOWN = ("read_only_host_register", "uses_host_page_tables", "integrated", "kernel_time_limit")
@@ -112,6 +109,9 @@ def measured(advice: list[str]) -> Facts:
 
 def write_checkpoint(folder: Path, head_rows: int = HEAD_ROWS) -> None:
     """A checkpoint that is nothing but a table of random rows, on decoder layer 0."""
+    import ml_dtypes
+    import numpy as np
+
     from ple_offload.families.qwen_ple import QwenPle
 
     config = {

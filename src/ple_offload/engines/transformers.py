@@ -15,10 +15,11 @@ What differs from an ordinary model, on purpose:
 * The table is no parameter: `state_dict()`, `parameters()`, `.to(device)` and optimisers do not see it.
 * Values come in the model's dtype, decoded from the *stored* bytes at each call: after `.to(torch.float32)` a
   BF16 table gives the same values as an ordinary model's, an FP32 table gives them unrounded.
-* Where the ids are on an NVIDIA GPU, so are the rows: by a connector's route `direct` (inline tables; the GPU reads host
-  memory) or `staged` (a worker gathers, the GPU drains), see docs/ARCHITECTURE.md. `route="auto"` falls back to a lookup
-  on the CPU and a copy, route `host`, where neither works, and logs once why. In every lookup the host waits for the
-  stream (some 10 us): rows that did not come are NaN, and the error has to be raised before anything builds on them.
+* Where the ids are on an NVIDIA GPU, so are the rows: by a connector's route `direct` (the GPU reads host memory: inline
+  tables, or those that a worker lends) or `staged` (a worker gathers, the GPU drains), see docs/ARCHITECTURE.md.
+  `route="auto"` takes what works and is faster. Where neither works it falls back to a lookup on the CPU and a copy, route
+  `host`, and logs once why. In every lookup the host waits for the stream (some 10 us): rows that did not come are NaN,
+  and the error has to be raised before anything builds on them.
 * A CUDA graph cannot be captured of a whole forward: the lookup refuses.
 * The table is frozen. Everything else can be trained; a forward in training mode warns.
 * `save_pretrained` refuses unless told `without_table=True`, see there.
@@ -312,7 +313,7 @@ def from_pretrained(
         worker: who has the tables. "inline": this process. "spawn": a process that is started here and ends with
             this one. "unix:/path": a daemon that was started with `ple-offload serve`, on this host; it has
             chosen tier and threads.
-        route: how rows reach a model on an NVIDIA GPU. "direct": the GPU reads the tables of this process itself.
+        route: how rows reach a model on an NVIDIA GPU. "direct": the GPU reads the tables itself.
             "staged": the worker gathers, the GPU drains. "ipc": the worker copies into the GPU's memory. "host": a lookup
             on the CPU and a copy. "auto": the first two as `worker` allows, else "host", and the log says once why. A
             model on the CPU has no choice.
