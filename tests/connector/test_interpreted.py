@@ -71,7 +71,16 @@ def rng() -> np.random.Generator:
 @pytest.mark.parametrize("route", ROUTES)
 def test_rows_of_every_size(model: Callable[..., Model], rng: np.random.Generator, route: str) -> None:
     one = model(route)
-    for tokens, reqs, padded in ((1, 1, 1), (5, 3, 8), (16, 2, 16), (17, 2, 20), (64, 8, 64), (3, 2, 40), (0, 1, 4)):
+    for tokens, reqs, padded in (
+        (1, 1, 1),
+        (5, 3, 8),
+        (16, 2, 16),
+        (17, 2, 20),
+        (64, 8, 64),
+        (3, 2, 40),
+        (0, 1, 4),
+        (0, 1, 0),
+    ):
         inputs = random_inputs(rng, tokens, reqs, padded=padded)
         assert one.right(one.run(inputs), inputs), (tokens, padded)
 

@@ -93,6 +93,23 @@ def test_a_promise_that_is_not_kept_lets_the_worker_sleep_again(monkeypatch: pyt
     assert turns.patience_s(0.25) == 0.25
 
 
+def test_a_step_that_is_coming_behind_the_one_that_is_served_is_not_forgotten() -> None:
+    """Two in flight: the doorbell of the second is heard before the first is served, and there is no other."""
+    rank = SimpleNamespace(announced=1, coming=1, served=0, released=0)
+    rank.hello = SimpleNamespace(tp_rank=0, slots=2)
+    rank.next_step = lambda: rank.announced if rank.announced > rank.served else None
+    lane = session.Lane(SimpleNamespace(), 0, ready=True, targets=[rank])
+    turns = Turns()
+    turns.ring(lane)
+    rank.coming = 2
+    turns.ring(lane)
+    assert turns.next() == (lane, 1)
+    rank.served = 1
+    assert turns.next() is None
+    rank.announced = 2  # by the device, which rings no doorbell
+    assert turns.next() == (lane, 2)
+
+
 @pytest.mark.parametrize(
     ("coming", "announced", "tokens", "woken"),
     [(5, 4, 100, [3]), (5, 4, 99, []), (5, 5, 100, []), (5, 4, 2**64 - 1, [3])],

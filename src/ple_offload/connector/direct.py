@@ -207,7 +207,7 @@ class DirectRoute:
                 assert layer.table.family is not None  # checked when the tables were registered
                 starts, context = self._cuts(query_start_loc, ngram_context)
                 layer.table.family.row_numbers(ids, starts, context, rows, bad, self._size)
-            layer.table.gather.run(rows.view(-1), out.view(rows.numel(), -1))
+            layer.table.gather.run(rows.view(-1), out.view(-1, layer.port.embed_dim // layer.table.rows_per_token))
         self._running[index] = out
 
     def _cuts(

@@ -181,7 +181,7 @@ class StagedRoute:
         port, rows_per_token = self._ports[index], self._transport.layout.rows_per_token[index]
         with self._cuda.current():
             out = torch.empty((num_rows, port.embed_dim), dtype=TORCH_DTYPES[port.dtype], device=self._device)
-            self._drains[index].run(self._beginning.control[index], out.view(num_rows * rows_per_token, -1))
+            self._drains[index].run(self._beginning.control[index], out.view(-1, port.embed_dim // rows_per_token))
         return out
 
     def release(self, step: int) -> None:

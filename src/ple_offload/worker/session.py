@@ -39,9 +39,9 @@ class Lane:
         return self.targets[0] if self.targets and self.targets[0].hello.tp_rank == 0 else None
 
     def has_more(self, step: int) -> bool:
-        """Whether steps behind this one were announced."""
+        """Whether steps behind this one were announced, or are coming: their doorbell may have been heard already."""
         rank = self.tp_rank_0()
-        return rank is not None and rank.announced > step
+        return rank is not None and max(rank.announced, rank.coming) > step
 
     def is_promised(self) -> bool:
         """Whether a step will become servable without a doorbell: it is coming, or waits for its slot."""
