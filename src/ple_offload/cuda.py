@@ -11,14 +11,16 @@ import contextlib
 import ctypes
 import logging
 import re
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ple_offload.errors import CudaError, UsageError
 
@@ -340,13 +342,14 @@ class Registration:
     """Host memory registered with the driver, without replacing its storage; page-rounded, in chunks.
 
     device_address is where the device sees `address`. Where it uses the host's page tables that is the same, and nothing is
-    registered. Raises CudaError and leaves nothing registered behind. `close` may be
-    called twice, once nothing can touch the memory any more; what it cannot unregister is logged.
+    registered. The driver takes memory only once, so users of the same range share a registration, which ends with the last
+    one: two connectors may read one table. Raises CudaError and leaves nothing registered behind. `close` may be called
+    twice, once nothing can touch the memory any more; what it cannot unregister is logged.
     """
 
     def __init__(self, cuda: Cuda, address: int, num_bytes: int, *, read_only: bool) -> None:
         self._cuda = cuda
-        self._chunks: list[int] = []
+        self._chunks: list[_Chunk] = []
         self.device_address = address
         if cuda.reads_host_memory:
             return
@@ -355,8 +358,12 @@ class Registration:
         try:
             offset: int | None = None
             for chunk in range(first, end, CHUNK_BYTES):
-                cuda.register_host(chunk, min(CHUNK_BYTES, end - chunk), read_only=read_only)
-                self._chunks.append(chunk)
+                key = _Chunk(driver(), chunk, min(CHUNK_BYTES, end - chunk), read_only)
+                with _registering:
+                    if key not in _registered:
+                        cuda.register_host(chunk, key.num_bytes, read_only=read_only)
+                    _registered[key] += 1
+                self._chunks.append(key)
                 moved = cuda.device_address(chunk) - chunk
                 if offset is not None and moved != offset:
                     raise CudaError(
@@ -370,7 +377,23 @@ class Registration:
 
     def close(self) -> None:
         while self._chunks:
-            quietly(self._cuda.unregister_host, self._chunks.pop())
+            key = self._chunks.pop()
+            with _registering:
+                _registered[key] -= 1
+                if not _registered[key]:
+                    del _registered[key]
+                    quietly(self._cuda.unregister_host, key.address)
+
+
+class _Chunk(NamedTuple):
+    driver: Any
+    address: int
+    num_bytes: int
+    read_only: bool
+
+
+_registered: Counter[_Chunk] = Counter()  # how many use each chunk
+_registering = threading.Lock()
 
 
 def kernel_driver_version(root: str = "/") -> tuple[int, int] | None:

@@ -91,9 +91,9 @@ class Engine:
         *,
         slots: int = 2,
         limits: Limits | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        values: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.dtype = dtype
+        self.values = values
         kind, detail = route.split("-")
         self.on_device = detail != "mirror"
         place = "cuda" if self.on_device else "cpu"
@@ -102,7 +102,7 @@ class Engine:
         self.context = torch.full((MAX_REQS, 2), EOS, dtype=torch.int32, device=place)
         self.reference = ple_offload.open_table(path, tier="ram")
         self.table = ple_offload.open_table(path, tier=detail) if kind == "direct" else None
-        self.layer = PleOffloadLayer(1, 2560, dtype)
+        self.layer = PleOffloadLayer(1, 2560, values)
         self.connector = PleOffloadConnector(
             ConnectorConfig(
                 MAX_TOKENS,
@@ -138,7 +138,7 @@ class Engine:
 
     def expected(self) -> torch.Tensor:
         inputs = (torch.from_numpy(x) for x in (self.np_ids, self.np_starts, self.np_context))
-        return self.reference.lookup(*inputs, dtype=self.dtype)
+        return self.reference.lookup(*inputs, dtype=self.values)
 
     def forward(self, padded: int) -> torch.Tensor:
         hidden = torch.empty((padded, 1), device="cuda")
@@ -219,7 +219,7 @@ def test_eager_equals_the_reference(engine: Callable[..., Engine], route: str, d
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("route", ["direct-ram", "staged-async", "ipc-async"])
 def test_values_of_other_dtypes(engine: Callable[..., Engine], route: str, dtype: str, wanted: torch.dtype) -> None:
-    one, rng = engine(route, dtype, dtype=wanted), np.random.default_rng(9)
+    one, rng = engine(route, dtype, values=wanted), np.random.default_rng(9)
     for num_tokens, num_reqs, padded in ((1, 1, 8), (300, 7, 301)):
         one.fill(rng, num_tokens, num_reqs)
         step = one.connector.prepare_forward(num_reqs, padded)
