@@ -114,7 +114,9 @@ def test_page_cache_that_does_not_fit_is_not_page_locked(
     assert "PLE_OFFLOAD_SKIP_MEMORY_CHECK=1" in str(why(gpu, made, "file"))
     monkeypatch.setenv("PLE_OFFLOAD_SKIP_MEMORY_CHECK", "1")
     assert why(gpu, made, "file") is None
+    assert why(gpu, made, "file", skip_memory_check=False) is not None  # an argument wins
     monkeypatch.delenv("PLE_OFFLOAD_SKIP_MEMORY_CHECK")
+    assert why(gpu, made, "file", skip_memory_check=True) is None
     # what is in memory already may be page-locked by another engine, and is not needed twice
     monkeypatch.setattr("ple_offload.stores.file.FileStore.absent_bytes", lambda self: 0)
     assert why(gpu, made, "file") is None

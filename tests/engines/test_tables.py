@@ -21,7 +21,7 @@ from ple_offload.engines import tables as module  # noqa: E402
 from ple_offload.engines import transformers as engine  # noqa: E402
 from ple_offload.engines.remote import RemoteTables  # noqa: E402
 from ple_offload.engines.tables import ModelTables, check_route  # noqa: E402
-from ple_offload.errors import ConnectionLostError, CudaError, MemoryLimitError, StoreError, UsageError  # noqa: E402
+from ple_offload.errors import ConnectionLostError, CudaError, StoreError, UsageError  # noqa: E402
 from ple_offload.worker.spawn import SpawnedWorker  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -134,22 +134,16 @@ def test_route_host_asks_no_gpu(gpu: GpuClients, inline: Callable[..., ModelTabl
     assert tables.lookup(1, IDS, CONTEXT, BF16).shape == (1, 4, 64)
 
 
-def test_a_table_that_would_be_pinned_has_to_fit(
-    gpu: GpuClients,
-    inline: Callable[..., ModelTables],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("skip", [None, True, False])
+def test_the_connector_is_told_whether_to_check_memory(
+    gpu: GpuClients, inline: Callable[..., ModelTables], monkeypatch: pytest.MonkeyPatch, skip: bool | None
 ) -> None:
-    report = module.available_memory()
-    monkeypatch.setattr(module, "available_memory", lambda: type(report)(1000, "MemAvailable", 0, 0, None, None))
-    gpu.reason = CudaError("refused")
-    with pytest.raises(MemoryLimitError, match=r"stays in memory .*limited by MemAvailable.* route 'host'"):
-        inline(route="direct").connect(BF16, GPU)
-    inline().connect(BF16, GPU)
-    assert "stays in memory" in caplog.text
-    assert not gpu.routes
-    with pytest.raises(CudaError):
-        inline(route="direct", check_memory=False).connect(BF16, GPU)
+    told: list[bool | None] = []
+    monkeypatch.setattr(
+        module, "_Client", lambda spec, address, dtype, device, config, tables: told.append(config.skip_memory_check)
+    )
+    inline(route="direct", skip_memory_check=skip)._connected(BF16, GPU, "direct")
+    assert told == [skip]
 
 
 def test_a_changed_file_is_found_without_a_lookup(tmp_path: Path, checkpoint: Path) -> None:

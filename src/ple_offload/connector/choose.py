@@ -72,7 +72,7 @@ def why_not_direct(
         if config.request == "tokens" and not isinstance(family, QwenPle):
             return f"the row rule of family {family.name!r} has no GPU kernel."
     return why_not_registered(cuda, "ram") or _why_no_files(
-        cuda, [table for table in tables.values() if table.tier == "file"]
+        cuda, config, [table for table in tables.values() if table.tier == "file"]
     )
 
 
@@ -104,11 +104,12 @@ def why_not_ipc(cuda: Cuda) -> str | None:
     return None
 
 
-def _why_no_files(cuda: Cuda, tables: list[Table]) -> str | None:
+def _why_no_files(cuda: Cuda, config: ConnectorConfig, tables: list[Table]) -> str | None:
     if not tables or cuda.reads_host_memory:
         return None
     reason = why_not_registered(cuda, "file")
-    if reason is not None or settings().skip_memory_check:
+    skip = settings().skip_memory_check if config.skip_memory_check is None else config.skip_memory_check
+    if reason is not None or skip:
         return reason
     needed = 0
     for table in tables:

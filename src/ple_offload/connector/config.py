@@ -52,6 +52,8 @@ class ConnectorConfig:
         worker; "staged", the worker gathers and the GPU drains; "ipc", the worker copies what it gathered into the GPU's
         memory; "auto" measures the first two and takes each for the steps it is faster for, or the one that works here. On
         the CPU there is one, "host".
+    skip_memory_check: let "direct" page-lock page cache (tier "file") that does not fit this process's memory limits; None:
+        as PLE_OFFLOAD_SKIP_MEMORY_CHECK says.
     checkpoint: which of the worker's: its path there, its name, or a table's fingerprint, which is the same wherever it is
         mounted; may be empty where it serves one.
     fingerprints: of the tables expected, by decoder layer (`ple_offload.spec.fingerprint`); a layer left out takes any.
@@ -70,6 +72,7 @@ class ConnectorConfig:
     request: str = "tokens"
     output: str = "stored"
     route: str = "auto"
+    skip_memory_check: bool | None = None
     checkpoint: str = ""
     fingerprints: Mapping[int, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)

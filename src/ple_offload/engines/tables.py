@@ -25,9 +25,8 @@ import torch
 
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector
 from ple_offload.connector.config import Limits
-from ple_offload.errors import CudaError, MemoryLimitError, StoreError, UsageError
+from ple_offload.errors import CudaError, StoreError, UsageError
 from ple_offload.layer import PleOffloadLayer
-from ple_offload.memory.limits import GIB, available_memory
 from ple_offload.spec import CheckpointSpec, fingerprint
 from ple_offload.table import Table
 
@@ -54,7 +53,7 @@ class ModelTables:
     address: a worker's, or "inline" with the open `tables`, by decoder layer; the caller closes them after this.
     route: how rows reach ids on a GPU: "host", or one of `ConnectorConfig.route`. "auto" takes "host" where no other route
         works, and logs once why.
-    check_memory: whether "direct" may not pin a table in tier "file" that does not fit the memory of this process.
+    skip_memory_check: as in `ConnectorConfig`.
     max_num_tokens: of one step. limits: how long things may take.
 
     Raises UsageError for an option that cannot be meant.
@@ -67,7 +66,7 @@ class ModelTables:
         *,
         tables: Mapping[int, Table] | None = None,
         route: str = "auto",
-        check_memory: bool = True,
+        skip_memory_check: bool | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
         limits: Limits | None = None,
     ) -> None:
@@ -75,7 +74,6 @@ class ModelTables:
         self._spec = spec
         self._tables = tables
         self._route = route
-        self._check_memory = check_memory
         self._lock = threading.Lock()
         self._clients: dict[tuple[torch.dtype, torch.device], _Client | None] = {}  # None: route "host"
         self._told = False
@@ -89,6 +87,7 @@ class ModelTables:
             "checkpoint": fingerprints.get(spec.tables[0].layer, ""),
             "fingerprints": fingerprints,
             "limits": limits or Limits(),
+            "skip_memory_check": skip_memory_check,
         }
         check_route(route)
         ConnectorConfig(**self._options)  # wrong options are told at once
@@ -160,7 +159,7 @@ class ModelTables:
             return None
         try:
             return self._connected(dtype, device, self._route)
-        except (UsageError, CudaError, MemoryLimitError) as error:
+        except (UsageError, CudaError) as error:
             if self._route != "auto":
                 raise
             if not self._told:
@@ -169,8 +168,6 @@ class ModelTables:
             return None
 
     def _connected(self, dtype: torch.dtype, device: torch.device, route: str) -> _Client:
-        if self._tables is not None and self._check_memory:
-            _require_room_to_pin(self._tables)
         config = ConnectorConfig(session=f"model-{uuid.uuid4().hex[:12]}", route=route, **self._options)
         # buffers outlive the caller's inference mode and its default device
         with torch.inference_mode(False), _CPU:
@@ -206,18 +203,6 @@ class ModelTables:
         # Also at the interpreter's end. The ops' registry knows the connectors, which would outlive a model nobody closed.
         with contextlib.suppress(Exception):
             self.close()
-
-
-def _require_room_to_pin(tables: Mapping[int, Table]) -> None:
-    """Raise MemoryLimitError where page cache that a GPU is to read, and that cannot be reclaimed then, does not fit."""
-    needed = sum(table.spec.size_bytes for table in tables.values() if table.tier == "file")
-    report = available_memory()
-    if needed > report.available_bytes:
-        raise MemoryLimitError(
-            f"route 'direct': a table in tier 'file' stays in memory while a GPU reads it: needs {needed / GIB:.3f} GiB, "
-            f"{report.available_bytes / GIB:.3f} GiB is available (limited by {report.limited_by}). Use route 'host' or "
-            "worker 'spawn', or skip this check."
-        )
 
 
 class _Client:

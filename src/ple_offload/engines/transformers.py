@@ -43,7 +43,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ple_offload.config import settings, worker_kind
+from ple_offload.config import worker_kind
 from ple_offload.connector.config import Limits
 from ple_offload.errors import CheckpointError, StoreError, UsageError
 from ple_offload.families.qwen_ple import QwenPle
@@ -361,11 +361,9 @@ def from_pretrained(
     model = result[0] if isinstance(result, tuple) else result
     lookups = _table_lookups(model, spec)
     if kind == "inline":
-        if skip_memory_check is None:
-            skip_memory_check = settings().skip_memory_check
         with ExitStack() as opened:
             tables = {layer: opened.enter_context(open_table(spec.path, layer, **loading)) for layer in lookups}
-            source = ModelTables(spec, "inline", tables=tables, route=route, check_memory=not skip_memory_check)
+            source = ModelTables(spec, "inline", tables=tables, route=route, skip_memory_check=skip_memory_check)
             opened.pop_all()
     else:
         given = {name: value for name, value in remote.items() if value is not None}
