@@ -16,12 +16,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ple_offload.connector.drain_triton import CONTROL_WORDS, Drain
-from ple_offload.connector.rows_triton import take_rows
 from ple_offload.connector.stage_triton import Beginning, Source
 from ple_offload.families.qwen_ple import QwenPle
 from ple_offload.families.qwen_ple_triton import QwenPleOnDevice
 from ple_offload.formats.base import RowFormat
-from ple_offload.formats.gather_triton import GatherOnDevice
+from ple_offload.formats.gather_triton import GatherOnDevice, Given
 
 TARGET = GPUTarget("cuda", 90, 32)
 CPU = torch.device("cpu")
@@ -70,7 +69,10 @@ def main() -> None:
         rows, bad = torch.zeros((3, 16), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         ids, starts, context = (torch.zeros(shape, dtype=dtype) for shape in (3, 3, (2, 2)))
         on_device.row_numbers(ids, starts, context, rows, bad, bad)
-        take_rows(torch.zeros((3, 16), dtype=dtype), bad, rows, bad, 100)
+        fp8, base = RowFormat("fp8_e4m3", 160, 0.5), np.array([ADDRESS], np.uint64)
+        GatherOnDevice(fp8, base, np.array([0, 9]), 9, CPU).run(
+            torch.zeros(32, dtype=dtype), torch.zeros((32, 160), dtype=torch.bfloat16), Given(bad, bad, 16, 56)
+        )
         beginning = Beginning((16, 16), ADDRESS, 1, CPU)
         beginning.tell(0, 0, 0)
         beginning.stage([Source(ids, ADDRESS, 3)] * 4, head=ADDRESS, step=1, num_reqs=1, num_tokens=3, flag=5, slot=0)

@@ -19,12 +19,11 @@ if not ON_GPU:
 pytest.importorskip("triton", reason="Triton kernels need triton (extra `cuda`)")
 
 from ple_offload.connector.drain_triton import CONTROL_WORDS, POISONED, STEP_FAILED, TIMED_OUT, WHY_BITS, Drain  # noqa: E402
-from ple_offload.connector.rows_triton import take_rows  # noqa: E402
 from ple_offload.connector.stage_triton import Beginning, Source  # noqa: E402
 from ple_offload.families.qwen_ple import QwenPle  # noqa: E402
 from ple_offload.families.qwen_ple_triton import NO_BAD_ID, PLACE_BIT, QwenPleOnDevice  # noqa: E402
 from ple_offload.formats.base import VALUE_DTYPES, RowFormat  # noqa: E402
-from ple_offload.formats.gather_triton import GatherOnDevice, word_bytes  # noqa: E402
+from ple_offload.formats.gather_triton import GatherOnDevice, Given, word_bytes  # noqa: E402
 from ple_offload.ipc import words  # noqa: E402
 from ple_offload.ipc.region import BLOCK_ROWS  # noqa: E402
 from ple_offload.stores.base import RowMap  # noqa: E402
@@ -114,22 +113,29 @@ def test_a_bad_id_is_reported_and_gets_no_row(place: int, value: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_row_numbers_that_are_given(dtype: torch.dtype) -> None:
-    """Those behind the step's tokens are not looked at; the first token with a bad one is told."""
-    given = np.random.default_rng(0).integers(0, 100, (40, 12))
-    given[30:] = 10**6
+    """Those behind the step's tokens are not looked at and gather as zeros; the first token with a bad one is told."""
+    row_format = RowFormat("fp8_e4m3", 16, 0.5)
+    shard = Pinned(random_rows(np.random.default_rng(1), row_format, 100))
+    at = RowMap.of([shard.address], [100])
+    gather = GatherOnDevice(row_format, at.bases, at.starts, at.step, DEVICE, programs=3)
+    numbers = np.random.default_rng(0).integers(0, 100, (40, 12))
+    numbers[30:] = 10**6
     size = torch.tensor([1 << PLACE_BIT | 7 << 32 | 30], device=DEVICE)
     for place, value in ((None, 0), (3, -1), (29, 100)):
-        rows = given.copy()
+        rows = numbers.copy()
         if place is not None:
             rows[place, 5] = value
             rows[29, 11] = -2
-        out = torch.full((40, 12), -7, device=DEVICE)
         bad = torch.full((2,), NO_BAD_ID, device=DEVICE)
+        out = torch.full((40 * 12, 16), 3.0, dtype=torch.bfloat16, device=DEVICE)
         (source,) = on_device(rows, dtype=dtype)
-        take_rows(source, size, out, bad, 100)
-        right = np.where((rows[:30] < 0) | (rows[:30] >= 100), -2, rows[:30])
-        assert np.array_equal(out[:30].cpu().numpy(), right)
-        assert (out[30:] == -1).all()
+        gather.run(source.view(-1), out, Given(size, bad, 12, PLACE_BIT))
+        found, asked = out.view(40, 12, 16), rows[:30]
+        right = (asked >= 0) & (asked < 100)
+        expected = row_format.decode_reference(shard.bytes.reshape(100, 16)[asked[right]], "bf16")
+        assert same(found[:30][torch.from_numpy(right).to(DEVICE)], expected)
+        assert found[:30][torch.from_numpy(~right).to(DEVICE)].isnan().all()
+        assert (found[30:] == 0).all()
         assert bad.tolist() == [NO_BAD_ID, NO_BAD_ID if place is None else place]
 
 

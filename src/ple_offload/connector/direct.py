@@ -3,8 +3,8 @@
 Nothing of the host takes part in a step. The rows are where an open table has them: in sealed memory (tier `ram`), or in
 the page cache of the checkpoint's own files (tier `file`: nothing is copied, and any number of engine processes share the
 one copy). The table is open in this process, or lent by a worker, whose end changes nothing then. Inside the forward,
-`start` forks a side stream that computes row numbers and gathers, and `finish` joins it; both can be captured in a CUDA
-graph.
+`start` begins to compute row numbers and to gather, for many tokens on a side stream, which `finish` joins; both can be
+captured in a CUDA graph.
 
 A bad id or row number cannot be refused before the step runs: its token gets NaN, its position goes to a word of the
 host's that is this step's, and `check` raises once the step is done.
@@ -23,15 +23,15 @@ from ple_offload.config import num_threads
 from ple_offload.connector.base import PortSpec, check_width
 from ple_offload.connector.choose import why_not_direct
 from ple_offload.connector.config import ConnectorConfig
-from ple_offload.connector.rows_triton import take_rows
 from ple_offload.connector.sources import Sources
 from ple_offload.cuda import Cuda, Registration
 from ple_offload.errors import CudaError, StepError, UsageError
 from ple_offload.families.qwen_ple import QwenPle
 from ple_offload.families.qwen_ple_triton import NO_BAD_ID, PLACE_BIT, QwenPleOnDevice
-from ple_offload.formats.gather_triton import GatherOnDevice
+from ple_offload.formats.gather_triton import GatherOnDevice, Given
 from ple_offload.table import Table
 
+FORK_TOKENS = 16  # to fork and join takes some 3 us of the GPU, which is what fewer tokens take
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -134,7 +134,9 @@ class DirectRoute:
                 _Layer(
                     port,
                     on_device.layers[port.layer],
-                    torch.empty(
+                    None
+                    if self._by_rows
+                    else torch.empty(
                         (config.max_num_tokens, on_device.layers[port.layer].rows_per_token),
                         dtype=torch.int64,
                         device=device,
@@ -146,7 +148,7 @@ class DirectRoute:
             # where a captured graph reads it: the step's place in `_bad`, its requests (24 bits), its tokens (32 bits)
             self._size = torch.full((1,), self._slots << PLACE_BIT, dtype=torch.int64, device=device)
             self._places = torch.arange(config.max_num_reqs + 1, dtype=torch.int64, device=device)
-        own = [self._size, self._places, *(layer.rows for layer in self._layers)]
+        own = [self._size, self._places, *(layer.rows for layer in self._layers if layer.rows is not None)]
         self.device_bytes = sum(tensor.nbytes for tensor in own)
         self.device_bytes += sum(layer.table.device_bytes for layer in self._layers)
         # a word for each slot of steps; behind them one for dummies, whose ids nobody answers for
@@ -186,7 +188,7 @@ class DirectRoute:
     def start(
         self, index: int, ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
     ) -> None:
-        """Fork: begin a layer's rows for the tokens of `ids` [num_tokens], on the side stream."""
+        """Begin a layer's rows for the tokens of `ids` [num_tokens]; many of them on the side stream, which forks here."""
         layer = self._layers[index]
         if ids.shape[0] > self._max_num_tokens:
             raise UsageError(
@@ -197,17 +199,21 @@ class DirectRoute:
         out = torch.empty(
             (ids.shape[0], layer.port.embed_dim), dtype=TORCH_DTYPES[layer.port.dtype], device=self._device
         )
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            rows, bad = layer.rows[: ids.shape[0]], self._bad[index]
-            if self._by_rows:
-                source = (self._sources.row_numbers or {})[layer.port.layer]
-                take_rows(source[: ids.shape[0]].contiguous(), self._size, rows, bad, layer.table.num_rows)
+        stream = self._side if ids.shape[0] >= FORK_TOKENS else main
+        if stream is not main:
+            stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            given = None
+            if layer.rows is None:
+                rows = (self._sources.row_numbers or {})[layer.port.layer][: ids.shape[0]]
+                given = Given(self._size, self._bad[index], layer.table.rows_per_token, PLACE_BIT)
             else:
+                rows = layer.rows[: ids.shape[0]]
                 assert layer.table.family is not None  # checked when the tables were registered
                 starts, context = self._cuts(query_start_loc, ngram_context)
-                layer.table.family.row_numbers(ids, starts, context, rows, bad, self._size)
-            layer.table.gather.run(rows.view(-1), out.view(-1, layer.port.embed_dim // layer.table.rows_per_token))
+                layer.table.family.row_numbers(ids, starts, context, rows, self._bad[index], self._size)
+            values = out.view(-1, layer.port.embed_dim // layer.table.rows_per_token)
+            layer.table.gather.run(rows.view(-1), values, given)
         self._running[index] = out
 
     def _cuts(
@@ -233,7 +239,8 @@ class DirectRoute:
     def finish(self, index: int, num_rows: int) -> torch.Tensor:
         """Join: the layer's rows [num_rows, embed_dim], written when the current stream comes here."""
         out = self._running.pop(index)
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        if out.shape[0] >= FORK_TOKENS:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
         if out.shape[0] != num_rows:
             raise UsageError(
                 f"layer {self._layers[index].port.layer}: expected as many ids as hidden states, found {out.shape[0]} and "
@@ -271,4 +278,4 @@ class DirectRoute:
 class _Layer:
     port: PortSpec
     table: TableOnDevice
-    rows: torch.Tensor  # [max_num_tokens, rows_per_token] int64, at a fixed address for captured graphs
+    rows: torch.Tensor | None  # [max_num_tokens, rows_per_token] int64, at a fixed address; None: the engine's own

@@ -10,6 +10,7 @@ Row -1 gathers as zeros, and a row number outside the table as NaN: nothing that
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -69,11 +70,13 @@ def bf16_bits(values):  # type: ignore[no-untyped-def]
     return tl.where(values != values, 0x7FC0, rounded.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["num_rows", "segments", "step"], do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize=["num_rows", "segments", "step"], do_not_specialize_on_alignment=["rows", "size", "bad"])
 def _gather(  # type: ignore[no-untyped-def]
     bases,  # (segments,) int64 addresses, as the device sees them
     starts,  # (segments + 1,) int64
-    rows,  # (num_rows,) int64
+    rows,  # (num_rows,) int64; given ones int32 or int64
+    size,  # see Given
+    bad,
     out,  # (num_rows, ROW_DIM)
     num_rows: tl.int64,
     segments: tl.int64,
@@ -90,6 +93,8 @@ def _gather(  # type: ignore[no-untyped-def]
     AS_BF16: tl.constexpr,  # out holds the bits of bf16 values
     NAN: tl.constexpr,  # bits of a NaN, for KIND 4
     ROWS: tl.constexpr,  # rows of one turn of one program
+    ROWS_PER_TOKEN: tl.constexpr,  # of given rows, else 0
+    PLACE_BIT: tl.constexpr,
 ):
     per_word: tl.constexpr = WORD_BYTES // CODE_BYTES
     words = tl.arange(0, WORDS_P2)
@@ -98,7 +103,16 @@ def _gather(  # type: ignore[no-untyped-def]
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         place = first + tl.arange(0, ROWS)
         asked = place < num_rows
-        row = tl.load(rows + place, mask=asked, other=-1)
+        if ROWS_PER_TOKEN > 0:
+            step_word = tl.load(size)
+            given = asked & (place < (step_word & 0xFFFFFFFF) * ROWS_PER_TOKEN)
+            row = tl.load(rows + place, mask=given, other=-1).to(tl.int64)
+            wrong = given & ((row < 0) | (row >= total))
+            word = bad + (step_word >> PLACE_BIT) + tl.zeros((ROWS,), tl.int64)
+            tl.atomic_min(word, place.to(tl.int64) // ROWS_PER_TOKEN, mask=wrong)
+        else:
+            row = tl.load(rows + place, mask=asked, other=-1)
+            wrong = asked & (row != -1) & ((row < 0) | (row >= total))
         there = asked & (row >= 0) & (row < total)
         row = tl.where(there, row, 0)
         if SEARCH == 0:
@@ -115,7 +129,6 @@ def _gather(  # type: ignore[no-untyped-def]
         inside = words < ROW_BYTES // WORD_BYTES
         loaded = tl.load(address[:, None] + words[None, :], mask=there[:, None] & inside[None, :], other=0)
         codes = loaded[:, :, None] >> (inner * (8 * CODE_BYTES)).to(WORD)[None, None, :]
-        wrong = asked & (there == 0) & (tl.load(rows + place, mask=asked, other=-1) != -1)
         if KIND == 4:
             values = tl.where(wrong[:, None, None], NAN, codes.to(tl.int32)).to(out.dtype.element_ty)
         else:
@@ -137,6 +150,22 @@ def word_bytes(row_bytes: int, addresses: npt.NDArray[np.uint64], code_bytes: in
             "Use tier 'ram', which packs them, or route 'staged'."
         )
     return width
+
+
+@dataclass(frozen=True)
+class Given:
+    """Row numbers that the engine computed, as they stand on the device, with what a captured graph reads at each replay.
+
+    Rows of tokens behind the step's gather as zeros; one outside the table as NaN, and its token is told.
+
+    size: [1] int64: tokens of the step in its low 32 bits; from bit `place_bit` on, which word of `bad` is the step's.
+    bad: int64 words, of which the step's gets the lowest position of a token with a bad row.
+    """
+
+    size: torch.Tensor
+    bad: torch.Tensor
+    rows_per_token: int
+    place_bit: int
 
 
 class GatherOnDevice:
@@ -176,18 +205,23 @@ class GatherOnDevice:
         }
         self._launch = Launch(_gather)
 
-    def run(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill out [rows.numel(), row_dim] of bf16, fp16 or fp32 from rows int64; both contiguous on the device."""
+    def run(self, rows: torch.Tensor, out: torch.Tensor, given: Given | None = None) -> None:
+        """Fill out [rows.numel(), row_dim] of bf16, fp16 or fp32 from rows; both contiguous on the device.
+
+        rows: int64 of this package's own kernels, or given ones, int32 or int64.
+        """
         count = rows.numel()
         if not count:
             return
         raw = NAMES[out.dtype] == self._format.name
         self._launch(
-            out.dtype,
+            (out.dtype, rows.dtype, given is None),
             min(self._programs, triton.cdiv(count, self.ROWS)),
             self._bases,
             self._starts,
             rows,
+            self._starts if given is None else given.size,
+            self._starts if given is None else given.bad,
             as_integers(out) if raw or out.dtype == torch.bfloat16 else out,
             count,
             self._bases.numel(),
@@ -199,5 +233,7 @@ class GatherOnDevice:
                 "AS_BF16": out.dtype == torch.bfloat16,
                 "NAN": nan_bits(out.dtype),
                 "ROWS": self.ROWS,
+                "ROWS_PER_TOKEN": 0 if given is None else given.rows_per_token,
+                "PLACE_BIT": 0 if given is None else given.place_bit,
             },
         )
