@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import logging
 import re
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -336,17 +338,28 @@ class CpuGpuSemaphore:
         self._cuda.wait_value(stream, self._address, value)
 
 
+# How many registrations use each chunk that is registered, by owner.
+_users: weakref.WeakKeyDictionary[object, dict[int, int]] = weakref.WeakKeyDictionary()
+_users_lock = threading.Lock()
+
+
 class Registration:
     """Host memory registered with the driver, without replacing its storage; page-rounded, in chunks.
 
     device_address is where the device sees `address`. Where it uses the host's page tables that is the same, and nothing is
     registered. Raises CudaError and leaves nothing registered behind. `close` may be
     called twice, once nothing can touch the memory any more; what it cannot unregister is logged.
+
+    owner: what keeps the memory mapped, where several registrations of the same range are to be one: the driver registers
+    memory once in a process. Not by address alone, which may be another map's by the time of the second.
     """
 
-    def __init__(self, cuda: Cuda, address: int, num_bytes: int, *, read_only: bool) -> None:
+    def __init__(
+        self, cuda: Cuda, address: int, num_bytes: int, *, read_only: bool, owner: object | None = None
+    ) -> None:
         self._cuda = cuda
         self._chunks: list[int] = []
+        self._users: dict[int, int] = {} if owner is None else _users.setdefault(owner, {})
         self.device_address = address
         if cuda.reads_host_memory:
             return
@@ -355,7 +368,10 @@ class Registration:
         try:
             offset: int | None = None
             for chunk in range(first, end, CHUNK_BYTES):
-                cuda.register_host(chunk, min(CHUNK_BYTES, end - chunk), read_only=read_only)
+                with _users_lock:
+                    if chunk not in self._users:
+                        cuda.register_host(chunk, min(CHUNK_BYTES, end - chunk), read_only=read_only)
+                    self._users[chunk] = self._users.get(chunk, 0) + 1
                 self._chunks.append(chunk)
                 moved = cuda.device_address(chunk) - chunk
                 if offset is not None and moved != offset:
@@ -370,7 +386,12 @@ class Registration:
 
     def close(self) -> None:
         while self._chunks:
-            quietly(self._cuda.unregister_host, self._chunks.pop())
+            chunk = self._chunks.pop()
+            with _users_lock:
+                self._users[chunk] -= 1
+                if not self._users[chunk]:
+                    del self._users[chunk]
+                    quietly(self._cuda.unregister_host, chunk)
 
 
 def kernel_driver_version(root: str = "/") -> tuple[int, int] | None:
