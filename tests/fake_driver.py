@@ -1,7 +1,8 @@
 """A CUDA driver without a GPU: device memory is host memory, streams do their work at once, every call is recorded.
 
 One fake stands for the driver in an engine and in a worker that is a thread of the same process. Like the real one it
-refuses calls without a current device, copies outside allocations, and calls that a test has chosen (`refused`).
+registers memory once, and refuses calls without a current device, copies outside allocations, and calls that a test
+has chosen (`refused`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 SHIFT = 1 << 45  # where the fake's device sees host memory, unless it is told another place
 NOT_READY = 600
+ALREADY_REGISTERED = 712
 UUIDS = [bytes(range(16 * i, 16 * i + 16)) for i in range(2)]
 NAMES = ["00010203-0405-0607-0809-0a0b0c0d0e0f", "10111213-1415-1617-1819-1a1b1c1d1e1f"]
 
@@ -154,6 +156,8 @@ class FakeDriver:
 
     def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
         answer = self._answer("cuMemHostRegister", (address, num_bytes, flags))
+        if any(at < address + num_bytes and address < at + size for at, (size, _) in self.registered.items()):
+            return (Code(ALREADY_REGISTERED),)
         if not answer[0]:
             self.registered[address] = (num_bytes, flags)
         return answer

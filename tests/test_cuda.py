@@ -66,10 +66,14 @@ def test_a_refused_chunk_gives_the_earlier_ones_back_and_names_the_call(fake: Fa
     assert not fake.registered
 
 
+class Owner:
+    """What keeps memory mapped."""
+
+
 def test_two_users_of_one_range_share_its_registration(fake: FakeDriver, gpu: cuda.Cuda) -> None:
     """The driver refuses memory that is registered already: two connectors may read one table all the same."""
-    one = cuda.Registration(gpu, 4096, 2 * GIB, read_only=True)
-    other = cuda.Registration(gpu, 4096, 2 * GIB, read_only=True)
+    owner = Owner()
+    one, other = (cuda.Registration(gpu, 4096, 2 * GIB, read_only=True, owner=owner) for _ in range(2))
     assert other.device_address == one.device_address
     assert len([call for call in fake.calls if call[0] == "cuMemHostRegister"]) == 2  # one for each GiB
     one.close()
@@ -77,7 +81,7 @@ def test_two_users_of_one_range_share_its_registration(fake: FakeDriver, gpu: cu
     assert len(fake.registered) == 2
     other.close()
     assert not fake.registered
-    cuda.Registration(gpu, 4096, 2 * GIB, read_only=True).close()
+    cuda.Registration(gpu, 4096, 2 * GIB, read_only=True, owner=owner).close()
     assert not fake.registered
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 pytest.importorskip("triton", reason="GPU routes need triton (extra `cuda`)")
 
 from connector.interpreted import BORDER, Gpu, Model
-from connector.rig import Made, make, random_inputs
+from connector.rig import Inputs, Made, make, random_inputs
 from ple_offload import cuda, open_table
 from ple_offload.connector.drain_triton import Drain
 from ple_offload.errors import StepError, StoreError, UsageError
@@ -286,6 +287,21 @@ def test_the_wait_is_launched_on_its_own_device_whatever_the_current_one_is(
     assert current == [torch.device("cuda", 0)] * 2
 
 
+def test_connectors_of_one_process_share_its_tables(gpu: Gpu, made: Made, rng: np.random.Generator) -> None:
+    """The driver registers memory once; it stays registered until the last connector has gone, in whatever order."""
+    inputs = random_inputs(rng, 20, 2)
+    with contextlib.ExitStack() as stack:
+        tables = {t.layer: stack.enter_context(open_table(made.path, t.layer, "ram")) for t in made.spec.tables}
+        first, second, third = (Model(made, "inline", "direct", tables=tables) for _ in range(3))
+        assert first.right(first.run(inputs), inputs)
+        first.close()
+        assert second.right(second.run(inputs), inputs)
+        third.close()
+        assert gpu.driver.registered
+        second.close()
+        assert gpu.driver.in_use() == []
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_forked_child_leaves_the_device_to_its_parent(
     model: Callable[..., Model], gpu: Gpu, rng: np.random.Generator, route: str
@@ -306,3 +322,59 @@ def test_a_forked_child_leaves_the_device_to_its_parent(
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert one.right(one.run(inputs), inputs)
+
+
+# ---- anything, in any order --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("route", ["direct", "staged", "auto"])
+def test_random_steps(model: Callable[..., Model], rng: np.random.Generator, route: str) -> None:
+    """Up to two in flight: whole forwards, forwards that broke off or never came, bad ids, dummies, reconnections.
+
+    Each step delivers its rows, or NaN and an error of its own; no wait takes longer than the worker.
+    """
+    one = model(route)
+    flight: deque[tuple[int, Inputs | None, list[torch.Tensor], bool]] = (
+        deque()
+    )  # step, inputs, rows, whether ids are bad
+
+    def release() -> None:
+        step, inputs, found, bad = flight.popleft()
+        if bad and found:
+            with pytest.raises(StepError, match=r"input_ids"):
+                one.connector.check(step)
+            assert any(bool(values.isnan().any()) for values in found)
+        else:
+            one.connector.check(step)
+            assert not found or inputs is None or one.right(found, inputs)
+        one.connector.release_outputs()
+
+    kinds = ["whole", "whole", "whole", "bad", "broken off", "never came", "dummy", "uncounted dummy", "reconnect"]
+    for kind in rng.choice(kinds, 60):
+        while len(flight) == 2 or (flight and (kind == "uncounted dummy" or rng.random() < 0.3)):
+            release()
+        if kind == "reconnect":
+            one.connector.reconnect()
+            flight.clear()
+        elif kind == "uncounted dummy":
+            one.connector.signal_dummy_outputs(8)
+        elif kind == "dummy":
+            step = one.connector.prepare_forward(1, 8, dummy_run=True)
+            one.ids.fill_(-1)
+            flight.append((step, None, one.forward(8), False))
+        else:
+            tokens = int(rng.integers(1, rng.choice([BORDER, 60])))
+            inputs = random_inputs(rng, tokens, int(rng.integers(1, 9)), padded=tokens + int(rng.integers(0, 5)))
+            if kind == "bad":
+                inputs.ids[int(rng.integers(0, tokens))] = 1000
+            step, found = one.prepare(inputs), []
+            if kind == "broken off":
+                break_off(one, inputs.padded)
+            elif kind != "never came":
+                if one.asks_worker(inputs.padded):
+                    one.await_flags(step, inputs.padded)
+                found = one.forward(inputs.padded)
+            flight.append((step, inputs, found, kind == "bad"))
+    while flight:
+        release()

@@ -82,7 +82,7 @@ class TablesOnDevice:
             table.store.bring_in(num_threads())  # registering reads a cold file page by page
         moved: dict[int, int] = {}  # host address of a mapped range -> how far away the device sees it
         for address, num_bytes in table.store.ranges():
-            registration = Registration(self.cuda, address, num_bytes, read_only=True)
+            registration = Registration(self.cuda, address, num_bytes, read_only=True, owner=table.store)
             self._resources.callback(registration.close)
             moved[address] = registration.device_address - address
         at, family = table.store.rows, table.spec.family
