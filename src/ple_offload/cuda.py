@@ -14,13 +14,13 @@ import re
 import threading
 import time
 import uuid
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ple_offload.errors import CudaError, UsageError
 
@@ -338,28 +338,21 @@ class CpuGpuSemaphore:
         self._cuda.wait_value(stream, self._address, value)
 
 
-# How many registrations use each chunk that is registered, by owner.
-_users: weakref.WeakKeyDictionary[object, dict[int, int]] = weakref.WeakKeyDictionary()
-_users_lock = threading.Lock()
-
-
 class Registration:
     """Host memory registered with the driver, without replacing its storage; page-rounded, in chunks.
 
     device_address is where the device sees `address`. Where it uses the host's page tables that is the same, and nothing is
-    registered. Raises CudaError and leaves nothing registered behind. `close` may be
-    called twice, once nothing can touch the memory any more; what it cannot unregister is logged.
+    registered. The driver takes memory only once, so users of the same range share a registration, which ends with the last
+    one: two connectors may read one table. Raises CudaError and leaves nothing registered behind. `close` may be called
+    twice, once nothing can touch the memory any more; what it cannot unregister is logged.
 
-    owner: what keeps the memory mapped, where several registrations of the same range are to be one: the driver registers
-    memory once in a process. Not by address alone, which may be another map's by the time of the second.
+    owner: what keeps the memory mapped. Only users of the same owner share: an address alone may be another map's by now,
+    while the device still reads the pages of the first.
     """
 
-    def __init__(
-        self, cuda: Cuda, address: int, num_bytes: int, *, read_only: bool, owner: object | None = None
-    ) -> None:
+    def __init__(self, cuda: Cuda, address: int, num_bytes: int, *, read_only: bool, owner: object = None) -> None:
         self._cuda = cuda
-        self._chunks: list[int] = []
-        self._users: dict[int, int] = {} if owner is None else _users.setdefault(owner, {})
+        self._chunks: list[_Chunk] = []
         self.device_address = address
         if cuda.reads_host_memory:
             return
@@ -368,11 +361,12 @@ class Registration:
         try:
             offset: int | None = None
             for chunk in range(first, end, CHUNK_BYTES):
-                with _users_lock:
-                    if chunk not in self._users:
-                        cuda.register_host(chunk, min(CHUNK_BYTES, end - chunk), read_only=read_only)
-                    self._users[chunk] = self._users.get(chunk, 0) + 1
-                self._chunks.append(chunk)
+                key = _Chunk(driver(), chunk, min(CHUNK_BYTES, end - chunk), read_only, owner)
+                with _registering:
+                    if key not in _registered:
+                        cuda.register_host(chunk, key.num_bytes, read_only=read_only)
+                    _registered[key] += 1
+                self._chunks.append(key)
                 moved = cuda.device_address(chunk) - chunk
                 if offset is not None and moved != offset:
                     raise CudaError(
@@ -386,12 +380,24 @@ class Registration:
 
     def close(self) -> None:
         while self._chunks:
-            chunk = self._chunks.pop()
-            with _users_lock:
-                self._users[chunk] -= 1
-                if not self._users[chunk]:
-                    del self._users[chunk]
-                    quietly(self._cuda.unregister_host, chunk)
+            key = self._chunks.pop()
+            with _registering:
+                _registered[key] -= 1
+                if not _registered[key]:
+                    del _registered[key]
+                    quietly(self._cuda.unregister_host, key.address)
+
+
+class _Chunk(NamedTuple):
+    driver: Any
+    address: int
+    num_bytes: int
+    read_only: bool
+    owner: object
+
+
+_registered: Counter[_Chunk] = Counter()  # how many use each chunk
+_registering = threading.Lock()
 
 
 def kernel_driver_version(root: str = "/") -> tuple[int, int] | None:
