@@ -170,8 +170,6 @@ def test_the_world_is_the_released_models(tmp_path: Path) -> None:
         rows = made.random_rows(np.random.default_rng(0), 5)
         values = made.table.gather(rows).view(np.uint16).reshape(5, -1)
         assert np.array_equal(values, made.reference(rows))
-        with made.again() as other:
-            assert np.array_equal(other.store.raw[:100], made.store.raw[:100])
         first = made.store.raw[:1000].copy()
         raw = made.store.raw[rows[:2].reshape(-1)]
         plain = made.spec.format.decode_reference(raw, "bf16").view(np.uint16)

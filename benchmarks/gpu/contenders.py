@@ -13,14 +13,12 @@ from dataclasses import asdict
 from typing import Any
 
 import bare_gather
-import numpy as np
 import torch
 from batches import MAX_REQS, MAX_TOKENS, Batch
 from on_device import page_locked, resident, words_of
 from world import EMBED_DIM, LAYER, ROW_DIM, ROWS_PER_TOKEN, Worker, World
 
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector
-from ple_offload.formats.gather_triton import GatherOnDevice
 from ple_offload.layer import PleOffloadLayer
 
 DEVICE = torch.device("cuda", 0)
@@ -121,32 +119,11 @@ class Transformers(Contender):
         return self.decode(found.to(DEVICE))
 
 
-class DirectGather(Contender):
-    """Our gather kernel alone, without connector and layer."""
-
-    def __init__(self, world: World) -> None:
-        with contextlib.ExitStack() as stack:
-            mapped, address = stack.enter_context(page_locked(world, DEVICE))
-            at = mapped.store.rows
-            bases = np.array([address], np.uint64)
-            self.gather = GatherOnDevice(world.spec.format, bases, at.starts, at.step, DEVICE)
-            self.keep = stack.pop_all()
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        out = torch.empty((batch.tokens, EMBED_DIM), dtype=torch.bfloat16, device=DEVICE)
-        self.gather.run(batch.rows.view(-1), out.view(-1, ROW_DIM))
-        return out
-
-    def close(self) -> None:
-        self.keep.close()
-
-
 class Ours(Contender):
     """The real connector and layer. Row numbers (request "rows") or token ids that are hashed (request "tokens")."""
 
     def __init__(self, name: str, request: str, *, worker: Worker | None = None, world: World | None = None) -> None:
-        """worker: all routes but `direct`; world: a mapping of its own for `direct`, closed with this."""
-        self.world = world
+        """worker: for all routes but `direct`; world: for `direct`, which reads its table."""
         self.layer = PleOffloadLayer(LAYER, EMBED_DIM)
         self.hidden = torch.empty((MAX_TOKENS, 1), device=DEVICE)
         self.rows = torch.zeros((MAX_TOKENS, ROWS_PER_TOKEN), dtype=torch.int64, device=DEVICE)
@@ -163,19 +140,14 @@ class Ours(Contender):
         route = name.split()[0]
         # direct reads the forward's ids: several lookups of one step are several batches
         self.chained = route == "direct" and request == "tokens"
-        try:
-            self.connector = PleOffloadConnector(
-                ConnectorConfig(MAX_TOKENS, MAX_REQS, session=name, request=request, route=route),
-                self.layer,
-                DEVICE,
-                worker.address if worker else "inline",
-                tables={LAYER: world.table} if world else None,
-                **sources,
-            )
-        except BaseException:
-            if world:
-                world.close()
-            raise
+        self.connector = PleOffloadConnector(
+            ConnectorConfig(MAX_TOKENS, MAX_REQS, session=name, request=request, route=route),
+            self.layer,
+            DEVICE,
+            worker.address if worker else "inline",
+            tables={LAYER: world.table} if world else None,
+            **sources,
+        )
 
     def prepare(self, batch: Batch) -> None:
         self.rows[: batch.tokens] = batch.rows
@@ -210,8 +182,6 @@ class Ours(Contender):
 
     def close(self) -> None:
         self.connector.close()
-        if self.world:
-            self.world.close()
 
 
 def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Contender]], Contender]]:
@@ -220,7 +190,7 @@ def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Con
 
     def uva(_: dict[str, Contender]) -> Contender:
         with contextlib.ExitStack() as stack:
-            _mapped, address = stack.enter_context(page_locked(world, DEVICE))
+            address = stack.enter_context(page_locked(world, DEVICE))
             return Bare(address, Decoder(world), fused=False, keep=stack.pop_all())
 
     def hbm_fused(made: dict[str, Contender]) -> Contender:
@@ -238,9 +208,8 @@ def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Con
         "uva": uva,
         "transformers": lambda _: Transformers(world),
         "cross-process": lambda _: CrossProcess(world, Decoder(world)),
-        "direct gather": lambda _: DirectGather(world),
-        "direct": lambda _: Ours("direct", "rows", world=world.again()),
-        "direct tokens": lambda _: Ours("direct tokens", "tokens", world=world.again()),
+        "direct": lambda _: Ours("direct", "rows", world=world),
+        "direct tokens": lambda _: Ours("direct tokens", "tokens", world=world),
         "staged": lambda _: Ours("staged", "rows", worker=worker),
         "staged tokens": lambda _: Ours("staged tokens", "tokens", worker=worker),
         "ipc": lambda _: Ours("ipc", "rows", worker=worker),

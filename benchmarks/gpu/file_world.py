@@ -45,10 +45,6 @@ class FileWorld:
         """As of World, from the rule that the bytes were written by and not from the files."""
         return decoded(self.spec.format, shards.expected_rows(rows)).reshape(len(rows), -1)
 
-    def again(self) -> FileWorld:
-        """The same files mapped once more, to be closed on their own."""
-        return FileWorld(self._made, self._facts)
-
     def worker(self) -> SpawnedWorker:
         """Start a process that serves this checkpoint."""
         return SpawnedWorker(self._made.folder, tier="file")

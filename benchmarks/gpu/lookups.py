@@ -167,5 +167,5 @@ def make(name: str, world: World, inputs: Inputs, address: str) -> Lookup:
             stack.callback(rows.untyped_storage().resize_, 0)  # keeps the memory until then
             at = rows.data_ptr()
         else:
-            _, at = stack.enter_context(page_locked(world, inputs.device))
+            at = stack.enter_context(page_locked(world, inputs.device))
         return InForward(world, inputs, at, stack.pop_all())

@@ -25,6 +25,7 @@ import torch
 from decoder import Decoder, width_for
 from intervals import ratio, summary
 from loop import Batch, Engine, Inputs
+from on_device import page_locked
 from record import Record
 from tell import tell
 from world import World
@@ -57,6 +58,8 @@ def run(options: argparse.Namespace, record: Record) -> None:
     tell(record, torch.cuda.get_device_properties(device).L2_cache_size, "gpu_cache_bytes")
     with World.make("fp8", options.rows) as world, world.worker() as worker, contextlib.ExitStack() as stack:
         tell(record, world.describe(), "table")
+        with record.failing("page-locked"):
+            stack.enter_context(page_locked(world, device))  # held, or each contender would register it anew
         inputs = Inputs(device)
         ways: dict[str, lookups.Lookup] = {}
         for name in lookups.NAMES:

@@ -9,7 +9,6 @@
         with world.worker() as worker:                another process that serves the very same memory
             worker.address                            "unix:@...", for a connector; route `staged`
             worker.pid
-        with world.again() as other: ...              the same memory at another address; see `again`
 
     World.make("bf16", rows=160_000_000)              rows of 320 bytes
     World.make("fp8", rows=1_000_000)                 about so many rows, for trials
@@ -160,12 +159,6 @@ class World:
     def reference(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         """The bits of the bf16 values of row numbers [tokens, 16]: [tokens, EMBED_DIM]; compiled code has no part in it."""
         return decoded(self.spec.format, self.store.raw[rows.reshape(-1)]).reshape(len(rows), -1)
-
-    def again(self) -> World:
-        """The same memory mapped once more, to be closed on its own: a driver registers one mapping only once."""
-        return World.over(
-            os.dup(self.store.fd), self.kind, self.wanted_rows, huge=self.huge, threads=self.table.threads
-        )
 
     def worker(self, threads: int | None = None) -> Worker:
         """Start a process that serves this table; returns once it listens."""
