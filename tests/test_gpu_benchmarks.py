@@ -88,6 +88,18 @@ def test_auto_is_compared_with_the_better_of_its_routes_and_all_with_the_better_
     assert load_beside("comparisons").comparisons("wall", {"direct": [1.0]}) == {}
 
 
+def test_in_a_race_auto_meets_its_routes_and_a_plain_gather_and_no_other_auto() -> None:
+    """Two would page-lock the worker's table twice, beside this process's own."""
+    worlds = load("worlds")
+    for race, end in (("", ""), ("from ids", " tokens")):
+        racing = worlds.WORLDS["fp8"].racing(race, None)
+        assert {"uva", f"direct{end}", f"staged{end}"} <= set(racing)
+        assert [name for name in racing if name.startswith("auto")] == [f"auto{end}"]
+    assert set(worlds.RACES[""]) | set(worlds.RACES["from ids"]) >= set(worlds.OURS)
+    assert worlds.WORLDS["file"].racing("from ids", ["uva", "direct", "direct tokens"]) == ["direct tokens"]
+    assert worlds.kind_name("text", "from ids") == "text, from ids"
+
+
 MACHINE = {
     "gpu": "a GPU",
     "driver": [580, 1],
@@ -130,6 +142,19 @@ def test_tables_show_the_faster_kind_and_name_who_is_missing(tmp_path: Path) -> 
     assert row[-1] == "2.00 (2.00-2.20), direct; chose direct |"
     assert "failed: start fp8 hbm: CudaError: no\n" in text
     assert "wrong: fp8 random 64 cross-process: WrongRowsError: eager" in text
+    assert "### fp8, random rows\n" in text
+    times = {f"{name} tokens" if name in ("direct", "staged", "auto") else name: t for name, t in times.items()}
+    one = {"wall_us": {name: summary(values) for name, values in times.items()}, "pcie_limit_us": 2.0}
+    one |= {"chosen": {"auto tokens": "direct"}, **comparisons("wall", times)}
+    text = load_beside("tables").lookup(
+        {**found, "lookup": {"fp8": {"random, from ids": {"8": one, "64": one, "1": one}}}}
+    )
+    assert "### fp8, random rows, from ids\n" in text
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    cells = dict(zip(lines[0], lines[-1], strict=True))
+    assert cells["direct, from ids / uva"] == "0.44 (0.33-0.60)"
+    assert cells["auto tokens / better |"] == "2.00 (2.00-2.20), direct tokens; chose direct |"
+    assert [line[0] for line in lines[-3:]] == ["| 1", "| 8", "| 64"]
     load_beside("plot").draw(found, "fp8", tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
@@ -265,14 +290,26 @@ def test_hot_rows_are_the_commonest_and_are_found() -> None:
     assert second.tolist() == [7, 8, 9, eos, 4, eos]
 
 
+def test_wall_times_of_both_races_are_put_together() -> None:
+    def size(**times: float) -> dict[str, object]:
+        return {"wall_us": {name: {"p50": time} for name, time in times.items()}}
+
+    found = {
+        "random": {"8192": size(hbm=1.0, uva=2.0), "1": size(hbm=3.0), "64": size(hbm=4.0)},
+        "random, from ids": {"8192": size(tokens=5.0, uva=6.0)},
+    }
+    times = load_beside("hot_set").wall_times(found)
+    assert {tokens: {name: one["p50"] for name, one in of.items()} for tokens, of in times.items()} == {
+        "1": {"hbm": 3.0},
+        "8192": {"hbm": 1.0, "uva": 2.0, "tokens": 5.0},
+    }
+
+
 def test_the_cost_of_a_prefill_with_a_hot_set() -> None:
     """A quarter of the growing part is left, or a tenth; looking into GPU memory adds 30 us."""
     hot_set = load_beside("hot_set")
     names = {"direct tokens": (20.0, 1020.0), "staged tokens": (100.0, 500.0), "hbm fused": (10.0, 40.0)}
-    times = {
-        tokens: {"wall_us": {name: {"p50": both[i]} for name, both in names.items()}}
-        for i, tokens in enumerate(("1", "8192"))
-    }
+    times = {tokens: {name: {"p50": both[i]} for name, both in names.items()} for i, tokens in enumerate(("1", "8192"))}
     found = hot_set.costs(times, {"hit": 0.75, "distinct_missed": 0.1})
     assert found == {
         "direct": 300.0,

@@ -184,7 +184,10 @@ class Ours(Contender):
         self.connector.close()
 
 
-def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Contender]], Contender]]:
+Makers = dict[str, Callable[[dict[str, Contender]], Contender]]
+
+
+def factories(world: World, worker: Worker) -> Makers:
     """How to make each contender, given those that were made before it."""
     from cross_process import CrossProcess
 
@@ -203,7 +206,7 @@ def factories(world: World, worker: Worker) -> dict[str, Callable[[dict[str, Con
         assert isinstance(plain, Bare)
         return Bare(plain.address, plain.decode, fused=True)
 
-    found: dict[str, Callable[[dict[str, Contender]], Contender]] = {
+    found: Makers = {
         "hbm": lambda _: Hbm(world),
         "uva": uva,
         "transformers": lambda _: Transformers(world),

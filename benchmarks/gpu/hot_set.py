@@ -49,7 +49,7 @@ def main() -> None:
         tell(record, {"chosen_from": first.size, "scored": second.size}, "texts", what, "tokens")
         score(record, what, rows_of(first), rows_of(second))
     if options.lookup is not None:
-        times = Record(options.lookup).found["lookup"]["fp8"]["random"]
+        times = wall_times(Record(options.lookup).found["lookup"]["fp8"])
         for name, text in record.found["texts"].items():
             for budget, found in text["sets"].items():
                 tell(record, costs(times, found), "texts", name, "sets", budget, "prefill_us")
@@ -120,11 +120,20 @@ def _distinct_share(rows: Rows, skip: npt.NDArray[np.bool_] | None) -> float:
     return float(np.mean(shares))
 
 
+def wall_times(found: dict[str, Any]) -> dict[str, Any]:
+    """Of random rows, those of both races: tokens -> contender -> its summary."""
+    kinds = [found[kind] for kind in ("random, from ids", "random") if kind in found]
+    return {
+        tokens: {name: one for kind in kinds for name, one in kind.get(tokens, {}).get("wall_us", {}).items()}
+        for tokens in ("1", str(PREFILL))
+    }
+
+
 def costs(times: dict[str, Any], found: dict[str, Any]) -> dict[str, float]:
     """Microseconds of 8,192 tokens by measured times: a route's part that grows with its rows shrinks to the misses, and
     a look into GPU memory for all of them comes on top.
     """
-    one, all_of_them = times["1"]["wall_us"], times[str(PREFILL)]["wall_us"]
+    one, all_of_them = times["1"], times[str(PREFILL)]
     result = {}
     for route, name in ROUTES.items():
         fixed, whole = one[name]["p50"], all_of_them[name]["p50"]

@@ -12,7 +12,7 @@ Four figures, each the median of some rounds with its 95 % interval:
 so where a contender waits for the GPU while it launches.
 
 Steps follow each other at once, as an engine's do; `--pause-us` puts a pause before each (it lets a virtual machine's cores
-fall asleep). `regret`: how many times longer `auto` takes than the better of `direct` and `staged`.
+fall asleep). `regret`: how many times longer `auto` takes than the better of `direct` and `staged` in the same race.
 
 Before anything is timed, each contender's rows of this size are compared bit for bit with the plain reference, eager and
 captured, on rows it has not seen, in memory filled with something else. Who is wrong is recorded as wrong and not timed.
@@ -33,12 +33,13 @@ import numpy as np
 import torch
 from batches import MAX_REQS, Batch, Pool, random_pool, text_pool
 from comparisons import comparisons
-from contenders import DEVICE, Contender, factories
+from contenders import DEVICE, Contender, Makers, factories
 from file_world import FileWorld
 from intervals import summary
+from on_device import page_locked
 from record import Record
 from world import EMBED_DIM, World
-from worlds import WORLDS
+from worlds import RACES, WORLDS, kind_name
 
 from ple_offload import config
 
@@ -69,9 +70,9 @@ class Bench:
     """One size of one kind of rows."""
 
     def __init__(
-        self, world: World | FileWorld, pool: Pool, contenders: dict[str, Contender], tokens: int, pause_s: float = 0.0
+        self, world: World | FileWorld, pool: Pool, contenders: dict[str, Contender], tokens: int, pause_us: float = 0.0
     ) -> None:
-        self.world, self.pool, self.tokens, self.pause_s = world, pool, tokens, pause_s
+        self.world, self.pool, self.tokens, self.pause_s = world, pool, tokens, pause_us / 1e6
         self.contenders = dict(contenders)  # those that are still in the race
         self.batches = [Batch.empty(tokens) for _ in range(CHAIN)]
         self.alone: dict[str, Graph] = {}
@@ -188,8 +189,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
     torch.set_num_threads(config.worker_threads())  # of whoever looks up with torch, as many as our worker has
     record.put(_settings(options), "settings")
     for label in options.worlds:
-        kinds = ["random", "text"] if WORLDS[label].text and options.text else ["random"]
-        if all(record.has("lookup", label, kind, str(tokens)) for kind in kinds for tokens in options.tokens):
+        if not any(_missing(options, record, label, race) for race in RACES):
             print(f"{label}: measured already")
             continue
         began = time.monotonic()
@@ -207,6 +207,16 @@ def _world(options: argparse.Namespace, label: str) -> World | FileWorld:
     return World.make(plan.kind, options.bf16_rows if plan.kind == "bf16" else options.rows, huge=plan.huge)
 
 
+def _missing(options: argparse.Namespace, record: Record, label: str, race: str) -> list[tuple[str, int]]:
+    """(kind of rows, tokens) that are still to be measured."""
+    plan = WORLDS[label]
+    if not plan.racing(race, options.only):
+        return []
+    rows = ["random", "text"] if plan.text and options.text else ["random"]
+    sizes = [(kind, tokens) for kind in rows for tokens in options.tokens]
+    return [(kind, n) for kind, n in sizes if not record.has("lookup", label, kind_name(kind, race), str(n))]
+
+
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """What decides about threads: the same for every contender and in every process."""
     return {
@@ -221,38 +231,49 @@ def _run_world(options: argparse.Namespace, record: Record, label: str, world: W
     record.put(world.describe(), "tables", label)
     size = QUICK_POOL_TOKENS if options.quick else POOL_TOKENS
     pools = {"random": random_pool(world, size)}
-    plan = WORLDS[label]
-    if plan.text and options.text is None:
+    if WORLDS[label].text and options.text is None:
         record.put("not measured: no --text was given", "pools", label, "text")
-    elif plan.text:
+    elif WORLDS[label].text:
         with record.failing("pool", label, "text"):
             pools["text"] = text_pool(world, options.text, size)
     for kind, pool in pools.items():
         record.put(pool.what, "pools", label, kind)
     with world.worker() as worker, contextlib.ExitStack() as stack:
-        contenders: dict[str, Contender] = {}
-        for name, make in factories(world, worker).items():
-            if not all(name in wanted for wanted in (options.only, plan.contenders) if wanted):
+        if isinstance(world, World):
+            with record.failing("start", label, "page-locked"):
+                stack.enter_context(page_locked(world, DEVICE))  # held, or each contender would register it anew
+        makers = factories(world, worker)
+        for race in RACES:
+            sizes = [(kind, tokens) for kind, tokens in _missing(options, record, label, race) if kind in pools]
+            if not sizes:
+                continue
+            with _started(options, record, label, race, makers) as contenders:
+                for kind, tokens in sizes:
+                    place = [label, kind_name(kind, race), str(tokens)]
+                    with record.failing("lookup", *place):
+                        _measure(
+                            options, record, Bench(world, pools[kind], contenders, tokens, options.pause_us), place
+                        )
+
+
+@contextlib.contextmanager
+def _started(
+    options: argparse.Namespace, record: Record, label: str, race: str, makers: Makers
+) -> Iterator[dict[str, Contender]]:
+    """A race's contenders, without those that failed to start."""
+    contenders: dict[str, Contender] = {}
+    with contextlib.ExitStack() as stack:
+        for name in WORLDS[label].racing(race, options.only):
+            if name not in makers:  # there is nothing to fuse
                 continue
             with record.failing("start", label, name):
                 began = time.monotonic()
-                contenders[name] = one = make(contenders)
+                contenders[name] = one = makers[name](contenders)
                 stack.callback(_close, one)
                 seconds = round(time.monotonic() - began, 2)
                 record.put({"seconds": seconds, **one.describe()}, "starts", label, name)
                 print(f"{label}: {name}: ready after {seconds} s", flush=True)
-        limit_gb = record.found["machine"]["pcie_h2d_gb_per_s"]
-        for kind, pool in pools.items():
-            for tokens in options.tokens:
-                if record.has("lookup", label, kind, str(tokens)):
-                    continue
-                with record.failing("lookup", label, kind, str(tokens)):
-                    bench = Bench(world, pool, contenders, tokens, options.pause_us / 1e6)
-                    found = _measure(options, record, bench, [label, kind, str(tokens)])
-                    stored = tokens * world.spec.rows_per_token * world.spec.row_bytes
-                    found["pcie_limit_us"] = round(stored / limit_gb / 1e3, 2)
-                    record.put(found, "lookup", label, kind, str(tokens))
-                    print(_line(label, kind, tokens, found), flush=True)
+        yield contenders
         contenders.clear()
 
 
@@ -269,7 +290,8 @@ def _close(one: Contender) -> None:
         one.close()
 
 
-def _measure(options: argparse.Namespace, record: Record, bench: Bench, place: list[str]) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, record: Record, bench: Bench, place: list[str]) -> None:
+    """Everything about one size; `place` is label, kind and tokens in the record."""
     for name in list(bench.contenders):
         try:
             bench.check(name)
@@ -293,7 +315,11 @@ def _measure(options: argparse.Namespace, record: Record, bench: Bench, place: l
         times, late = _rounds(record, bench, racing, timed, rounds, [*place, figure])
         found[figure] = {name: {**summary(values), "late": late[name]} for name, values in times.items()}
         found |= comparisons(figure.removesuffix("_us"), times)
-    return found
+    spec = bench.world.spec
+    stored = bench.tokens * spec.rows_per_token * spec.row_bytes
+    found["pcie_limit_us"] = round(stored / record.found["machine"]["pcie_h2d_gb_per_s"] / 1e3, 2)
+    record.put(found, "lookup", *place)
+    print(_line(place, found), flush=True)
 
 
 def _rounds(
@@ -329,8 +355,8 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _line(label: str, kind: str, tokens: int, found: dict[str, Any]) -> str:
-    head = f"{label} {kind} {tokens:5d} tokens (limit {found['pcie_limit_us']:.1f} us)"
+def _line(place: list[str], found: dict[str, Any]) -> str:
+    head = f"{' / '.join(place)} tokens (limit {found['pcie_limit_us']:.1f} us)"
     figures = [
         f"  {figure[:-3]:6s} " + "  ".join(f"{name} {times['p50']:.1f}" for name, times in found[figure].items())
         for figure in ("wall_us", "queued_us", "alone_us", "chain_us")

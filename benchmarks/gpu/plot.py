@@ -71,6 +71,7 @@ def draw(found: tables.Found, label: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     sizes = {int(tokens): one for tokens, one in found["lookup"][label]["random"].items()}
+    sizes = dict(sorted(sizes.items()))
     panels = [figure for figure in PANELS if any(one.get(figure) for one in sizes.values())]
     picture, axes = plt.subplots(1, len(panels), figsize=(1 + 5.2 * len(panels), 6.4), sharey=True, squeeze=False)
     for axis, figure in zip(axes[0], panels, strict=True):

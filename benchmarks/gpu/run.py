@@ -55,7 +55,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--worlds", type=_names, default=["fp8"], help=f"lookup: which tables, of {', '.join(worlds.WORLDS)}"
     )
-    parser.add_argument("--tokens", type=_numbers, default=list(worlds.TOKENS), help="lookup: sizes, like 1,64,8192")
+    parser.add_argument("--tokens", type=_numbers, default=list(worlds.TOKENS), help="lookup: sizes, like 8192,64,1")
     parser.add_argument("--pause-us", type=float, default=0, help="lookup: between two lookups")
     parser.add_argument("--only", type=_names, help="lookup: contenders, like uva,direct,staged")
     return parser.parse_args(arguments)

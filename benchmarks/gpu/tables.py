@@ -24,6 +24,7 @@ COLUMNS = {
     "auto, from ids": ("auto tokens",),
 }
 OURS = ("direct", "staged", "ipc", "auto")
+OURS_FROM_IDS = tuple(f"{route}, from ids" for route in OURS)
 FIGURES = {
     "wall_us": "Launched from Python, until the GPU is done",
     "queued_us": "On the GPU, launching hidden behind other work",
@@ -49,17 +50,22 @@ def machine(found: Found) -> str:
 
 
 def lookup(found: Found) -> str:
-    """Every table and kind of rows: a table of times for each figure, and what is compared with what."""
+    """Every table and race: a table of times for each figure, and what is compared with what."""
     parts = [machine(found) + "."]
     if "settings" in found:
         parts.append("Settings: " + ", ".join(f"{key} {value}" for key, value in found["settings"].items()) + ".")
     for label, kinds in found.get("lookup", {}).items():
         about = found["tables"][label]
+        for name, started in found.get("starts", {}).get(label, {}).items():
+            if name.startswith("auto"):
+                report = started["report"]
+                parts.append(f"{label}, {name}: direct up to {report['direct_tokens']:,} tokens: {report['why']}")
         for kind, sizes in kinds.items():
-            parts.append(f"### {label}, {kind} rows")
+            rows, *race = kind.split(", ")
+            parts.append(f"### {label}, {', '.join([f'{rows} rows', *race])}")
             parts.append(
                 f"{about['num_rows']:,} rows of {about['row_bytes']} B, tier {about['tier']}; "
-                f"{found['pools'][label][kind]}."
+                f"{found['pools'][label][rows]}."
             )
             for figure, title in FIGURES.items():
                 if any(figure in one for one in sizes.values()):
@@ -69,26 +75,33 @@ def lookup(found: Found) -> str:
 
 
 def _times(sizes: dict[str, Found], figure: str) -> str:
-    measured = {tokens: one for tokens, one in sizes.items() if one.get(figure)}
+    measured = {tokens: sizes[tokens] for tokens in sorted(sizes, key=int) if sizes[tokens].get(figure)}
     columns = [c for c in COLUMNS if any(best(one[figure], c) for one in measured.values())]
-    compared = [c for c in OURS if c in columns]
+    compared = [c for c in (*OURS, *OURS_FROM_IDS) if c in columns]
     regret = f"{figure.removesuffix('_us')}_regret"
-    has_regret = any(regret in one for one in measured.values())
+    autos = sorted({name for one in measured.values() for name in one.get(regret, {})})
     head = ["tokens", "PCIe limit", *columns, *(f"{c} / uva" for c in compared), "ours / limit"]
-    head += ["auto / better"] * has_regret
+    head += [f"{auto} / better" for auto in autos]
     rows = []
     for tokens, one in measured.items():
         times = one[figure]
         row = [f"{int(tokens):,}", _number(one["pcie_limit_us"]), *(_cell(best(times, c)) for c in columns)]
         ratios = one.get(f"{figure.removesuffix('_us')}_over_uva", {})
-        row += [_cell(ratios.get(c)) for c in compared]
+        row += [_cell(ratios.get(COLUMNS[c][0])) for c in compared]
         ours = [one_of["p50"] for c in compared if (one_of := best(times, c))]
         row.append(_number(min(ours) / one["pcie_limit_us"]) if ours else "")
-        if has_regret:
-            lost = one.get(regret, {}).get("auto")
-            row.append("" if lost is None else f"{_cell(lost)}, {lost['better']}; chose {one['chosen']['auto']}")
+        row += [_lost(one, regret, auto) for auto in autos]
         rows.append(row)
     return _table(head, rows)
+
+
+def _lost(one: Found, regret: str, auto: str) -> str:
+    """What `auto` lost to whom, and which way it went: in a captured graph it does not choose."""
+    lost = one.get(regret, {}).get(auto)
+    if lost is None:
+        return ""
+    chose = f"; chose {one['chosen'][auto]}" if regret in ("wall_regret", "queued_regret") else ""
+    return f"{_cell(lost)}, {lost['better']}{chose}"
 
 
 def _not_measured(found: Found) -> list[str]:
