@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +187,89 @@ def test_a_record_keeps_what_came_before_a_failure(tmp_path: Path, capsys: pytes
     assert again.has("lookup", "fp8", "64")
     assert not again.has("lookup", "fp8", "1")
     assert not record_class(path, again=True).found
+
+
+def test_lookups_that_do_not_fit_are_skipped_and_made_up_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way through worlds, races and sizes; contenders and their times are stand-ins for a GPU's."""
+    pytest.importorskip("triton", reason="the plain GPU gather is a Triton kernel")
+    lookup, budget_class = load_beside("lookup"), load_beside("budget").Budget
+    now, seconds, measured, opened = [0.0], [14.0], [], set()
+
+    class StandIn(lookup.Contender):
+        def __init__(self, name: str) -> None:
+            self.name = name
+            opened.add(name)
+            assert len({"auto", "auto tokens"} & opened) < 2
+
+        def close(self) -> None:
+            opened.remove(self.name)
+
+    def measure(options: argparse.Namespace, record: Any, bench: Any, place: list[str]) -> None:
+        now[0] += seconds[0]
+        measured.append((*place[1:], sorted(bench.contenders) == sorted(opened)))
+        record.put({}, "lookup", *place)
+
+    names = [name for race in lookup.RACES.values() for name in race if name not in ("ipc", "ipc tokens")]
+    makers = {name: lambda _, name=name: StandIn(name) for name in names} | {"staged": lambda _: 1 / 0}
+    monkeypatch.setattr(lookup, "factories", lambda world, worker: makers)
+    monkeypatch.setattr(lookup, "Bench", lambda world, pool, contenders, *_: argparse.Namespace(contenders=contenders))
+    monkeypatch.setattr(lookup, "random_pool", lambda world, tokens: argparse.Namespace(what="random ids"))
+    monkeypatch.setattr(lookup, "_measure", measure)
+    monkeypatch.setattr(lookup, "DEVICE", lookup.torch.device("cpu"))
+    monkeypatch.setattr(lookup.torch, "set_num_threads", lambda threads: None)
+    options = argparse.Namespace(
+        worlds=["fp8"], text=None, only=None, tokens=[64, 1], rows=20_000, quick=True, pause_us=0
+    )
+    record = load("record").Record(tmp_path / "one.json")
+    found, just_enough = record.found, lookup.WORLDS["fp8"].expected_s + lookup.START_S + lookup.SIZE_S
+    options.budget = budget_class(just_enough - 1, lambda: now[0])
+    lookup.run(options, record)
+    assert not measured
+    assert set(found["skipped"]["world"]) == {"fp8"}
+    options.budget = budget_class(just_enough, lambda: now[0])
+    lookup.run(options, record)
+    assert measured == [("random", "64", True), ("random", "1", True)]
+    assert set(found["skipped"]["race"]["fp8"]) == {"from ids"}
+    measured.clear()
+    seconds[0] = just_enough
+    options.budget = budget_class(just_enough, lambda: now[0])
+    lookup.run(options, record)
+    assert measured == [("random, from ids", "64", True)]
+    assert set(found["skipped"]["lookup"]["fp8"]["random, from ids"]) == {"1"}
+    measured.clear()
+    options.budget = budget_class(None)
+    lookup.run(options, record)
+    assert measured == [("random, from ids", "1", True)]
+    assert "skipped" not in found
+    assert set(found["failed"]["start"]["fp8"]) == {"staged"}
+    assert not opened
+
+
+def test_what_failed_or_was_skipped_is_forgotten_once_it_went_well(tmp_path: Path) -> None:
+    budget_class, record = load_beside("budget").Budget, load("record").Record(tmp_path / "one.json")
+    now = [100.0]
+    budget = budget_class(20.0, lambda: now[0])
+    assert budget.allows(20.0, record, "lookup", "fp8", "8")
+    now[0] = 111.0
+    assert not budget.allows(10.0, record, "lookup", "fp8", "8")
+    assert not budget.allows(10.0, record, "lookup", "fp8", "64")
+    with record.failing("start", "uva"):
+        raise ValueError("no such thing")
+    kept = json.loads(record.path.read_text())
+    assert kept["skipped"]["lookup"]["fp8"] == dict.fromkeys(("8", "64"), "it takes about 10 s, and 9 s were left")
+    assert budget.allows(9.0, record, "lookup", "fp8", "8")
+    with record.failing("start", "uva"):
+        record.put(1, "starts", "uva")
+    kept = json.loads(record.path.read_text())
+    assert set(kept["skipped"]["lookup"]["fp8"]) == {"64"}
+    assert "failed" not in kept
+    assert budget_class(None).allows(1e9, record, "lookup", "fp8", "64")
+    assert "skipped" not in json.loads(record.path.read_text())
+    record.put("all of it", "skipped", "lookup")
+    record.forget("skipped", "lookup", "fp8")
+    assert record.found["skipped"] == {"lookup": "all of it"}
 
 
 def test_the_world_is_the_released_models(tmp_path: Path) -> None:

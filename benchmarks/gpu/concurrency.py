@@ -36,9 +36,15 @@ WINDOW_S, ROUNDS = 0.5, 6
 QUICK_ROUNDS = 2
 LEAD_S = 0.02  # from the word to the start: both have heard it by then
 
+START_S = 50.0  # about what the table and both engines take; for the budget
+
 
 def run(options: argparse.Namespace, record: Record) -> None:
     """Every route, with a decoder and without."""
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    case_s = 3 * rounds * (WINDOW_S + LEAD_S) + 1
+    if not options.budget.allows(START_S + case_s, record, "engines"):
+        return
     gpus = torch.cuda.device_count()
     tell(record, gpus, "gpus")
     width = width_of(STEP_MS, Inputs(torch.device("cuda", 0)))
@@ -50,9 +56,9 @@ def run(options: argparse.Namespace, record: Record) -> None:
     ):
         for load, wide in ((f"decoder {STEP_MS:g} ms", width), ("lookup alone", 0)):
             for route in ROUTES:
-                if wide or route != "none":
+                if (wide or route != "none") and options.budget.allows(case_s, record, load, route):
                     with record.failing(load, route):
-                        found = measure(pair, world, route, wide, QUICK_ROUNDS if options.quick else ROUNDS)
+                        found = measure(pair, world, route, wide, rounds)
                         tell(record, found, load, route)
 
 

@@ -27,10 +27,14 @@ from world import World
 BATCH = Batch("prefill", 8192)
 ENGINES = {"staged": 3, "direct": 2}  # processes, one more at a time
 
+TABLE_S, ROUTE_S, ENGINE_S = 20.0, 6.0, 15.0  # about what each takes; for the budget
+
 
 def run(options: argparse.Namespace, record: Record) -> None:
     """GPU first, then the host."""
     device = torch.device("cuda", torch.cuda.current_device())
+    if not options.budget.allows(TABLE_S + ROUTE_S, record, "gpu"):
+        return
     torch.zeros(1, device=device)
     before = host()
     with World.make("fp8", options.rows) as world:
@@ -41,10 +45,14 @@ def run(options: argparse.Namespace, record: Record) -> None:
         with world.worker() as worker:
             tell(record, {"gpu_bytes": free - free_bytes(device)}, "worker", "started")
             for route in lookups.OURS:
+                if not options.budget.allows(ROUTE_S, record, "gpu", route):
+                    continue
                 with record.failing("gpu", route):
                     tell(record, _gpu_cost(world, worker.address, route, device), "gpu", route)
             tell(record, {"open": gpu_descriptors(worker.pid)}, "worker", "driver")
-            for route in ENGINES:
+            for route, count in ENGINES.items():
+                if not options.budget.allows(count * ENGINE_S, record, "engines", route):
+                    continue
                 with record.failing("engines", route):
                     _engines(record, world, worker.address, worker.pid, route, before)
 

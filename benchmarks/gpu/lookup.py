@@ -49,6 +49,7 @@ WARM_ROUNDS = 2
 CHAIN = 8
 BUSY_CYCLES = 2_000_000  # about a millisecond
 WRITE_BUDGET_S = 45.0  # for a checkpoint
+START_S, SIZE_S = 15.0, 7.0  # about what contenders take to start, and one size of them; for the budget
 POISON = 0x7FC1  # the bits of a NaN that nothing here computes
 POOL_TOKENS, QUICK_POOL_TOKENS = 1 << 20, 1 << 17
 Timed = Callable[[str], tuple[float, bool]]  # contender -> microseconds, and whether launched too late
@@ -192,6 +193,8 @@ def run(options: argparse.Namespace, record: Record) -> None:
         if not any(_missing(options, record, label, race) for race in RACES):
             print(f"{label}: measured already")
             continue
+        if not options.budget.allows(WORLDS[label].expected_s + START_S + SIZE_S, record, "world", label):
+            continue
         began = time.monotonic()
         with record.failing("world", label), _world(options, label) as world:
             print(f"{label}: made after {time.monotonic() - began:.1f} s: {world.describe()}", flush=True)
@@ -245,11 +248,15 @@ def _run_world(options: argparse.Namespace, record: Record, label: str, world: W
         makers = factories(world, worker)
         for race in RACES:
             sizes = [(kind, tokens) for kind, tokens in _missing(options, record, label, race) if kind in pools]
-            if not sizes:
+            if not sizes or not options.budget.allows(
+                START_S + SIZE_S, record, "race", label, race or "from row numbers"
+            ):
                 continue
             with _started(options, record, label, race, makers) as contenders:
                 for kind, tokens in sizes:
                     place = [label, kind_name(kind, race), str(tokens)]
+                    if not options.budget.allows(SIZE_S, record, "lookup", *place):
+                        continue
                     with record.failing("lookup", *place):
                         _measure(
                             options, record, Bench(world, pools[kind], contenders, tokens, options.pause_us), place

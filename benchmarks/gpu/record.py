@@ -24,9 +24,26 @@ class Record:
         for key in keys[:-1]:
             place = place.setdefault(key, {})
         place[keys[-1]] = value
+        self._write()
+
+    def _write(self) -> None:
         draft = self.path.with_suffix(".draft")
         draft.write_text(json.dumps(self.found, indent=1) + "\n")
         draft.replace(self.path)
+
+    def forget(self, *keys: str) -> None:
+        """Take out what is at these keys, if anything is, with places that are left empty."""
+        places = [self.found]
+        for key in keys[:-1]:
+            if not isinstance(places[-1].get(key), dict):
+                return
+            places.append(places[-1][key])
+        if places[-1].pop(keys[-1], None) is None:
+            return
+        for place, key in reversed(list(zip(places, keys[:-1], strict=False))):
+            if not place[key]:
+                del place[key]
+        self._write()
 
     def has(self, *keys: str) -> bool:
         place = self.found
@@ -38,9 +55,10 @@ class Record:
 
     @contextlib.contextmanager
     def failing(self, *keys: str) -> Iterator[None]:
-        """Record an exception of the block at failed/<keys> and go on."""
+        """Record an exception of the block at failed/<keys> and go on; an earlier run's is forgotten once all goes well."""
         try:
             yield
+            self.forget("failed", *keys)
         except Exception as error:
             trace = traceback.format_exc()
             print(f"failed: {'/'.join(keys)}: {trace}", file=sys.stderr, flush=True)

@@ -1,7 +1,9 @@
 """The GPU benchmarks: `python benchmarks/gpu/run.py lookup ... --out DIR`, on a machine with an NVIDIA GPU.
 
 Every figure is written to DIR/gpu-NAME.json as it is made; a run that was cut short goes on where it stopped, and
-whatever fails is written down there too. `plot.py` makes tables and pictures of the files, on any machine.
+whatever fails, or is left out for want of time, is written down there too. Parts run in the order they are named in, say
+`lookup step start cost concurrency`; within a part the most telling figures come first. `plot.py` makes tables
+and pictures of the files, on any machine.
 """
 
 from __future__ import annotations
@@ -16,15 +18,23 @@ sys.path.insert(1, str(Path(__file__).parents[1]))  # what is shared with the CP
 
 import world
 import worlds
+from budget import Budget
 from record import Record
 
 from ple_offload import native
 
-PARTS = ("lookup", "step", "start", "cost", "concurrency")
+PARTS = {  # and their modules, the most telling first
+    "lookup": "lookup",
+    "step": "step",
+    "start": "start",
+    "cost": "cost",
+    "concurrency": "concurrency",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
+    options.budget = Budget(options.budget_s)
     native.wait_without_spinning()  # before torch is loaded: one contender's idle threads must not slow the next one down
     for name in options.names:
         record = Record(options.out / f"gpu-{name}.json", again=options.again)
@@ -32,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         with record.failing("run"):  # the next part may work all the same
             record.put(importlib.import_module("host").describe(options.out), "machine")
             print(f"{name}: {record.found['machine']}", flush=True)
-            importlib.import_module(name).run(options, record)
+            importlib.import_module(PARTS[name]).run(options, record)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
@@ -41,6 +51,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=PARTS, metavar="NAME", help=", ".join(PARTS))
     parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
+    parser.add_argument("--budget-s", type=float, help="leave out what would not end within so many seconds from now")
     parser.add_argument("--again", action="store_true", help="forget what was measured before")
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run, and roughly how fast")
     parser.add_argument("--rows", type=int, default=world.FULL_ROWS, help="about how many rows the FP8 table has")

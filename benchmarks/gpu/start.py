@@ -36,11 +36,15 @@ WARM_ROWS = 200_000
 STARTS = 2
 WRITE_BUDGET_S, QUICK_BUDGET_S = 45.0, 10.0
 COLD_BUDGET_S = 60.0
+START_S = 12.0  # about what a process takes to start, and to end; for the budget
 SLICE_BYTES = 16 << 20
 
 
 def run(options: argparse.Namespace, record: Record) -> None:
     """Write, then warm, second, cold."""
+    budget = options.budget
+    if not budget.allows(WRITE_BUDGET_S + 2 * START_S, record, "shards"):
+        return
     folder = options.shards
     warm = random_table.make(folder, WARM_ROWS, shards.SHARDS)
     made, facts = shards.write(folder, options.rows, QUICK_BUDGET_S if options.quick else WRITE_BUDGET_S)
@@ -51,14 +55,15 @@ def run(options: argparse.Namespace, record: Record) -> None:
     with record.failing("compile"), started(warm, warm):
         """Compiles what a start needs into the caches on disk."""
     for i in range(STARTS):
-        if facts["cached_share"] > 0.99:
+        if facts["cached_share"] > 0.99 and budget.allows(START_S, record, "warm", str(i)):
             with record.failing("warm", str(i)), started(made, warm) as (_, found):
                 tell(record, found, "warm", str(i))
-    if facts["cached_share"] > 0.99:
+    if facts["cached_share"] > 0.99 and budget.allows(2 * START_S, record, "second"):
         with record.failing("second"):
             tell(record, second(made, warm), "second")
-    with record.failing("cold"):
-        cold(record, made, warm)
+    if budget.allows(COLD_BUDGET_S + 2 * START_S, record, "cold"):
+        with record.failing("cold"):
+            cold(record, made, warm)
 
 
 @contextlib.contextmanager

@@ -105,9 +105,9 @@ def _lost(one: Found, regret: str, auto: str) -> str:
 
 
 def _not_measured(found: Found) -> list[str]:
-    """Whoever failed, was wrong or broke, and where."""
+    """Whoever failed, was wrong, broke, or had no time left, and where."""
     lines = []
-    for why in ("failed", "wrong", "broken"):
+    for why in ("failed", "wrong", "broken", "skipped"):
         for place, message in _leaves(found.get(why, {})):
             lines.append(f"* {why}: {place}: {message.splitlines()[0][:160]}")
     return ["Not measured:", "\n".join(lines)] if lines else []
