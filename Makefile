@@ -41,7 +41,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
 bench-gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu/run.py lookup step start cost concurrency --out benchmarks/results
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu/run.py lookup step gather start cost concurrency --out benchmarks/results
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

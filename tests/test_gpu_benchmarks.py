@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -270,6 +272,58 @@ def test_what_failed_or_was_skipped_is_forgotten_once_it_went_well(tmp_path: Pat
     record.put("all of it", "skipped", "lookup")
     record.forget("skipped", "lookup", "fp8")
     assert record.found["skipped"] == {"lookup": "all of it"}
+
+
+def test_a_gather_alone_is_right_in_every_way_and_told_from_the_others(tmp_path: Path) -> None:
+    """Times are not looked at."""
+    cpu_gather, record = load_beside("cpu_gather"), load("record").Record(tmp_path / "one.json")
+    with cpu_gather.World.make("fp8", 40_000, threads=2) as world, ExitStack() as stack:
+        bench = cpu_gather.Bench(world, 128, stack)
+        cpu_gather.measure(record, bench, 51_200_000_000, 2, 2)
+        assert {region.out.shape for region in bench.regions.values()} == {(2048, 160)}
+        rows = world.random_rows(np.random.default_rng(0), 50, 0.05)
+        place = (rows - world.spec.family.head_offsets) / world.spec.family.head_sizes
+        assert ((place >= 0) & (place < 0.05)).all()
+        found = cpu_gather.ordered(rows)
+        assert found["tokens"][17] == rows[1, 1]
+        assert found["heads"][51] == rows[1, 1]
+        assert (np.diff(found["sorted"]) >= 0).all()
+        way = next(iter(cpu_gather.ways(2)))
+        right = bench._raw
+        bench._raw = right ^ 1
+        with pytest.raises(RuntimeError, match="2048 rows are wrong"):
+            bench.check(way)
+        bench._raw = right
+        bench.regions[way.region].readers.shared[2] = 9  # a page was gone meanwhile: nobody may be told
+        with pytest.raises(RuntimeError, match="found -2"):
+            bench.check(way)
+    ways = record.found["gather"]["ways"]
+    assert len(ways) == 2 * 2 * 4 * 3
+    one = ways["4 KiB region, blocks told, 10.2 GB, tokens, 2 threads"]
+    assert one["us"]["n"] == 2
+    assert one["over_tokens"]["p50"] == 1
+    assert record.found["gather"]["rounds"] == 2
+    text = load_beside("tables").gather({"machine": MACHINE, **record.found})
+    assert text.count("| 51.2 | heads | ") == 4
+    by_hand = cpu_gather.Way("4 KiB", "nobody", 1.0, "heads", 2)
+    times = {
+        by_hand: [3.0, 8.0],
+        by_hand._replace(order="tokens"): [6.0, 16.0],
+        by_hand._replace(share=0.05): [1.0, 4.0],
+    }
+    times |= {by_hand._replace(order="tokens", share=0.05): [1.0, 4.0]}
+    found = cpu_gather.found_of(times, 10**9)["4 KiB region, nobody told, 1 GB, heads, 2 threads"]
+    assert (found["over_tokens"]["p50"], found["over_smallest"]["p50"]) == (0.5, 2.5)
+
+
+def test_threads_change_as_seldom_as_they_can() -> None:
+    cpu_gather = load_beside("cpu_gather")
+    all_ways = list(cpu_gather.ways(16))
+    turns = cpu_gather.in_turns(all_ways, np.random.default_rng(0))
+    assert set(turns) == set(all_ways)
+    assert len(turns) == len(all_ways) == 240
+    assert sum(a.threads != b.threads for a, b in itertools.pairwise(turns)) == 4
+    assert turns != cpu_gather.in_turns(all_ways, np.random.default_rng(1))
 
 
 def test_the_world_is_the_released_models(tmp_path: Path) -> None:

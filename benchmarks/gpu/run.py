@@ -2,7 +2,7 @@
 
 Every figure is written to DIR/gpu-NAME.json as it is made; a run that was cut short goes on where it stopped, and
 whatever fails, or is left out for want of time, is written down there too. Parts run in the order they are named in, say
-`lookup step start cost concurrency`; within a part the most telling figures come first. `plot.py` makes tables
+`lookup step gather start cost concurrency`; within a part the most telling figures come first. `plot.py` makes tables
 and pictures of the files, on any machine.
 """
 
@@ -26,6 +26,7 @@ from ple_offload import native
 PARTS = {  # and their modules, the most telling first
     "lookup": "lookup",
     "step": "step",
+    "gather": "cpu_gather",
     "start": "start",
     "cost": "cost",
     "concurrency": "concurrency",

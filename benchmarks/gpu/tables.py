@@ -126,6 +126,25 @@ def _leaves(tree: Found, place: str = "") -> list[tuple[str, str]]:
     return found
 
 
+def gather(found: Found) -> str:
+    """A table of times for each kind of region and reader; then what order and size of the table are worth."""
+    measured = list(found.get("gather", {}).get("ways", {}).values())
+    threads = sorted({one["threads"] for one in measured})
+    parts = [machine(found) + ".", "Rows of 8,192 tokens, the CPU alone."]
+    for region, told in dict.fromkeys((one["region"], one["told"]) for one in measured):
+        here = [one for one in measured if (one["region"], one["told"]) == (region, told)]
+        rows = []
+        for gb, order in dict.fromkeys((one["table_gb"], one["order"]) for one in here):
+            by_threads = {one["threads"]: one for one in here if (one["table_gb"], one["order"]) == (gb, order)}
+            most = by_threads[threads[-1]]
+            row = [f"{gb:g}", order, *(_cell(by_threads[count]["us"]) for count in threads)]
+            rows.append([*row, _cell(most["over_tokens"]), _cell(most["over_smallest"])])
+        head = ["table, GB", "order", *(f"{count} threads, us" for count in threads), "/ order of tokens", "/ smallest"]
+        parts += [f"### region on {region} pages, {told} told", _table(head, rows)]
+    parts += ["Ratios are of the most threads."] if measured else []
+    return "\n\n".join(parts + _not_measured(found))
+
+
 def step(found: Found) -> str:
     """Throughput beside `hbm`, case by case."""
     parts = [machine(found) + ".", "Throughput as a share of that with the table in GPU memory (`hbm`):"]
@@ -206,6 +225,7 @@ def _mib(num_bytes: int | None) -> str:
 
 PARTS: dict[str, Callable[[Found], str]] = {
     "lookup": lookup,
+    "gather": gather,
     "step": step,
     "start": start,
     "cost": cost,

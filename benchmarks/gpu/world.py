@@ -4,6 +4,7 @@
         world.table                                   a real `Table` of tier "ram" (layer LAYER), for route `direct`
         world.spec, world.store                       its TableSpec; its store, with `fd`, `ranges()`, `rows`, `describe()`
         rows = world.random_rows(rng, 64)             int64 [64, 16]: one row of each hash head, uniformly random
+        rows = world.random_rows(rng, 64, 0.2)        the same, of the first fifth of each head
         rows = world.rows_of(ids)                     int64 [tokens, 16]: the rows of token ids, one request
         world.reference(rows)                         uint16 [tokens, 2560]: the bits of their bf16 values, NumPy only
         with world.worker() as worker:                another process that serves the very same memory
@@ -146,11 +147,12 @@ class World:
         spec = TableSpec(rule, row_format, LAYER, rule.num_rows, (segment,), constants_stored=False)
         return cls(kind, spec, store, Table(spec, store, threads=threads), huge, rows)
 
-    def random_rows(self, rng: np.random.Generator, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Row numbers [num_tokens, 16], each column uniform over its hash head."""
+    def random_rows(self, rng: np.random.Generator, num_tokens: int, share: float = 1.0) -> npt.NDArray[np.int64]:
+        """Row numbers [num_tokens, 16], each column uniform over the first `share` of its hash head."""
         rule = self.spec.family
         assert isinstance(rule, QwenPle)
-        return rng.integers(0, rule.head_sizes, (num_tokens, ROWS_PER_TOKEN)) + rule.head_offsets
+        sizes = np.maximum(1, np.array(rule.head_sizes) * share).astype(np.int64)
+        return rng.integers(0, sizes, (num_tokens, ROWS_PER_TOKEN)) + rule.head_offsets
 
     def rows_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Row numbers [len(ids), 16] of one request of token ids."""
