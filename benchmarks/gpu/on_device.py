@@ -30,7 +30,7 @@ def page_locked(world: World, device: torch.device) -> Iterator[int]:
     if device.type == "cpu":
         yield address
         return
-    registration = Registration(Cuda(device), address, num_bytes, read_only=True)
+    registration = Registration(Cuda(device), address, num_bytes, read_only=True, owner=world.store)
     try:
         yield registration.device_address
     finally:
