@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ple_offload import native
 from ple_offload.errors import CheckpointError
 from ple_offload.families import find_tables
 from ple_offload.families.qwen_ple import QwenPle
@@ -185,3 +186,23 @@ def test_many_layers_do_not_search_primes_for_ever() -> None:
     config |= {"ngram_size": 64, "heads_per_ngram": 256, "ple_embed_dim": 63 * 256}
     with pytest.raises(CheckpointError, match="expected at most 65536 hash heads in all layers, found 16128000"):
         find_tables({**config, "ple_layer_ids": list(range(1, 1001))})
+
+
+@pytest.mark.parametrize("shares", [2, 3, 7])
+def test_many_threads_find_the_same_rows_and_the_same_bad_id(shares: int) -> None:
+    """Also where a context is bad and a token of another thread's share: tokens come first."""
+    rule = QwenPle.from_text_config({"vocab_size": 1000, "eos_token_id": 7, "ngram_vocab_size_base": 100}, 0)
+    rng = np.random.default_rng(shares)
+    starts = np.array([0, 0, 5, 5, 23, 40, 40])
+    ids, context = rng.integers(0, 1000, 40), rng.integers(0, 1000, (6, 2))
+    out = np.zeros((40, 16), np.int64)
+    with native.parallel_turn(shares) as mine:
+        assert mine == shares
+        assert rule.row_numbers(ids, starts, context, out, shares) == -1
+        assert np.array_equal(out, rule.row_numbers_reference(ids, starts, context))
+        context[4, 1] = 1000
+        assert rule.row_numbers(ids, starts, context, out, shares) == 40 + 4 * 2 + 1
+        assert rule.row_numbers(ids, starts, context, out) == 40 + 4 * 2 + 1
+        ids[[37, 39]] = -1
+        assert rule.row_numbers(ids, starts, context, out, shares) == 37
+        assert rule.row_numbers(ids, starts, context, out) == 37

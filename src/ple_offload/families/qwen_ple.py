@@ -138,13 +138,9 @@ class QwenPle:
             self.head_offsets,
             out,
         )
-        bad = int(
-            _row_numbers_parallel(*fixed, num_tokens, shares) if shares > 1 else _row_numbers(*fixed, 0, num_tokens)
-        )
-        if bad < 0:
-            in_context = int(_bad_context(ngram_context, self.vocab_size))
-            bad = -1 if in_context < 0 else num_tokens + in_context
-        return bad
+        if shares > 1:
+            return int(_row_numbers_parallel(*fixed, num_tokens, shares))
+        return int(_row_numbers(*fixed, 0, num_tokens))
 
     @classmethod
     def from_text_config(cls, config: Mapping[str, Any], layer_index: int) -> QwenPle:
@@ -246,12 +242,22 @@ def _primes_between(lowest: int, end: int) -> Ints:
 def _row_numbers(  # type: ignore[no-untyped-def]
     input_ids, query_start_loc, ngram_context, vocab_size, eos, heads, multipliers, sizes, offsets, out, first, last
 ):
-    """Row numbers of tokens [first, last); -1, or the position of the first bad id among them."""
+    """Row numbers of tokens [first, last); -1, or the first bad id among them, as `Family.row_numbers` tells positions.
+
+    Whoever does the first token looks at the context of all requests as well.
+    """
     n = multipliers.size
     for t in range(first, last):
         if not 0 <= input_ids[t] < vocab_size:
             return t
-    r = np.searchsorted(query_start_loc, first, side="right") - 1
+    if first == 0:
+        for r in range(query_start_loc.size - 1):
+            for s in range(n - 1):
+                if not 0 <= ngram_context[r, s] < vocab_size:
+                    return query_start_loc[query_start_loc.size - 1] + r * (n - 1) + s
+    r = 0  # the last request that starts at or before the first token
+    while r + 1 < query_start_loc.size - 1 and query_start_loc[r + 1] <= first:
+        r += 1
     start = query_start_loc[r]
     for t in range(first, last):
         while t >= query_start_loc[r + 1]:
@@ -304,17 +310,8 @@ def _row_numbers_parallel(  # type: ignore[no-untyped-def]
             first,
             last,
         )
+    first_bad = -1
     for s in range(shares):
-        if bad[s] >= 0:
-            return bad[s]
-    return -1
-
-
-@native.kernel()
-def _bad_context(ngram_context, vocab_size):  # type: ignore[no-untyped-def]
-    """Index of the first bad id in the flattened context, or -1."""
-    for r in range(ngram_context.shape[0]):
-        for s in range(ngram_context.shape[1]):
-            if not 0 <= ngram_context[r, s] < vocab_size:
-                return r * ngram_context.shape[1] + s
-    return -1
+        if bad[s] >= 0 and (first_bad < 0 or bad[s] < first_bad):
+            first_bad = bad[s]
+    return first_bad
