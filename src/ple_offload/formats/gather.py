@@ -11,9 +11,10 @@ deals blocks of rows to its threads, the next block to whoever is free: one that
 Readers in other processes are told of each block as soon as it is there (`Readers`), not at the end.
 
 Shapes: bases (segments,) uint64, starts (segments + 1,) int64, rows (n,) int64. kind COPY: out (n, row_bytes) uint8.
-VECTORS: out (n, row_dim) uint16, `scale` and `halves` see e4m3.py. CODES: out (n, row_dim) uint16/uint32, `values` the
-table of all codes of the same dtype (256 or 65,536 entries), `code` a zero of the stored code's width (uint8/uint16),
-which only carries the type.
+VECTORS: out (n, row_dim) uint16, `scale` and, at the address `table`, `halves`: see e4m3.py. CODES: out (n, row_dim)
+uint16/uint32, `table` the address of the values of all codes (256 or 65,536), of the same dtype; `code` and `value` are
+zeros that only carry a type: of the stored codes (uint8/uint16) and of the values. Addresses, since an array that comes
+from Python takes numba as long as a row.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ def _ask_for(bases, starts, step, row, row_bytes):  # type: ignore[no-untyped-de
 
 @native.kernel()
 def gather_rows(  # type: ignore[no-untyped-def]
-    kind, bases, starts, step, rows, row_bytes, code, values, scale, halves, out, first, last, shift
+    kind, bases, starts, step, rows, row_bytes, code, value, scale, table, out, first, last, shift
 ):
     """Rows [first, last) of `rows` to places from first + shift on."""
-    target, tables = np.uint64(out.ctypes.data), np.uint64(halves.ctypes.data)
+    target = np.uint64(out.ctypes.data)
     width = out.shape[1] * out.itemsize
     for i in range(first, min(last, first + PREFETCH_ROWS)):
         _ask_for(bases, starts, step, rows[i], row_bytes)
@@ -103,10 +104,10 @@ def gather_rows(  # type: ignore[no-untyped-def]
         if kind == COPY:
             copy_bytes(to, source, np.uint64(row_bytes))
         elif kind == VECTORS:
-            decode_e4m3(to, source, np.uint64(row_bytes), scale, tables)
+            decode_e4m3(to, source, np.uint64(row_bytes), scale, table)
         else:
             for k in range(out.shape[1]):
-                out[i + shift, k] = values[load_item(source, np.uint64(k), code)]
+                out[i + shift, k] = load_item(table, np.uint64(load_item(source, np.uint64(k), code)), value)
     return GATHERED
 
 
@@ -135,24 +136,24 @@ def gather_blocks(  # type: ignore[no-untyped-def]
     rows,
     row_bytes,
     code,
-    values,
+    value,
     scale,
-    halves,
+    table,
     out,
-    ticket,
+    tickets,
     addresses,
     shared,
     block,
     total,
 ):
-    """Gather block after block, each taken with a ticket (uint64 (1,)) that others may draw from as well.
+    """Gather block after block; those whose ticket is drawn at the address `tickets`, or all where that is 0.
 
     A step without rows has one block, whose flag says that nothing failed.
     """
-    tickets, width = np.uint64(ticket.ctypes.data), out.shape[1] * out.itemsize
+    width = out.shape[1] * out.itemsize
     blocks = max(1, (total + block - 1) // block)
     own = np.empty(block if addresses.shape[0] else 0, np.int64)
-    number = np.int64(take_ticket(tickets))
+    number = np.int64(take_ticket(tickets)) if tickets else 0
     while number < blocks:
         first, last = number * block, min(total, (number + 1) * block)
         end = max(first, min(rows.size, last))
@@ -162,13 +163,13 @@ def gather_blocks(  # type: ignore[no-untyped-def]
                 own[i - first] = rows[i]
             asked, begin, end, shift = own, 0, end - first, first
         done = gather_rows(
-            kind, bases, starts, step, asked, row_bytes, code, values, scale, halves, out, begin, end, shift
+            kind, bases, starts, step, asked, row_bytes, code, value, scale, table, out, begin, end, shift
         )
         if done != GATHERED:
             return done
         if not _tell(addresses, shared, number, first * width, (last - first) * width):
             return FAULTED
-        number = np.int64(take_ticket(tickets))
+        number = np.int64(take_ticket(tickets)) if tickets else number + 1
     return GATHERED
 
 
@@ -181,11 +182,10 @@ def gather_blocks_parallel(  # type: ignore[no-untyped-def]
     rows,
     row_bytes,
     code,
-    values,
+    value,
     scale,
-    halves,
+    table,
     out,
-    ticket,
     addresses,
     shared,
     block,
@@ -193,6 +193,8 @@ def gather_blocks_parallel(  # type: ignore[no-untyped-def]
     shares,
 ):
     done = np.full(shares, GATHERED, np.int64)
+    next_block = np.zeros(1, np.uint64)
+    tickets = np.uint64(next_block.ctypes.data)
     for s in numba.prange(shares):
         done[s] = gather_blocks(
             kind,
@@ -202,11 +204,11 @@ def gather_blocks_parallel(  # type: ignore[no-untyped-def]
             rows,
             row_bytes,
             code,
-            values,
+            value,
             scale,
-            halves,
+            table,
             out,
-            ticket,
+            tickets,
             addresses,
             shared,
             block,
@@ -231,6 +233,7 @@ def _tell_all(addresses, shared, block, total, width):  # type: ignore[no-untype
     return GATHERED
 
 
+_ALL = np.uint64(0)
 _NOBODY = np.empty((0, 4), np.uint64), np.zeros(3, np.uint64)
 
 
@@ -251,14 +254,15 @@ class Gather:
         kind = VECTORS if vectors is not None else COPY if codes is None else CODES
         self._carrier = np.dtype(np.uint8 if kind == COPY else np.uint16 if codes is None else codes.dtype)
         self._code = _CODE_ZERO.get(row_format.stored_dtype.itemsize, np.uint8(0))
-        scale, halves = vectors or (np.float32(1), np.empty(0, np.uint8))
+        scale, table = vectors or (np.float32(1), np.empty(0, np.uint8) if codes is None else codes)
+        self._table: npt.NDArray[Any] = table  # kept alive: the kernel has its address
         self._before = (kind, bases, starts, step)
         self._after = (
             row_format.row_bytes,
             self._code,
-            np.empty(0, self._carrier) if codes is None else codes,
+            np.zeros(1, self._carrier)[0],
             scale,
-            halves,
+            np.uint64(self._table.ctypes.data),
         )
 
     def run(
@@ -272,12 +276,12 @@ class Gather:
         raw = values if self._cast_from is None else np.empty((rows.size, values.shape[1]), self._cast_from)
         if readers is not None and raw is not values:
             rows = rows.copy()  # as `gather_blocks` does for readers: what is checked must be what is used
-        fixed = (*self._before, rows, *self._after, raw.view(self._carrier), np.zeros(1, np.uint64))
+        fixed = (*self._before, rows, *self._after, raw.view(self._carrier))
         if readers is None or raw is not values:
             told = (*_NOBODY, max(1, -(-rows.size // shares)), rows.size)
         else:
             told = (readers.addresses, readers.shared, readers.block_rows, readers.total)
-        done = int(gather_blocks_parallel(*fixed, *told, shares) if shares > 1 else gather_blocks(*fixed, *told))
+        done = int(gather_blocks_parallel(*fixed, *told, shares) if shares > 1 else gather_blocks(*fixed, _ALL, *told))
         if done == GATHERED and raw is not values:
             with np.errstate(over="ignore", invalid="ignore"):
                 values[: rows.size] = raw
