@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ple_offload
-from gpu.test_routes import CONFIG, MAX_REQS, MAX_TOKENS, SIZES, Engine, same, write
+from gpu.test_routes import CONFIG, MAX_REQS, MAX_TOKENS, SIZES, Engine, capture, same, write
 from ple_offload.cli import gpu
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector
 from ple_offload.connector.choose import EVERY_SIZE
@@ -74,17 +74,6 @@ def run(one: Engine, rng: np.random.Generator, num_tokens: int, num_reqs: int, p
     one.connector.check(step)
     one.connector.release_outputs()
     return found
-
-
-def capture(one: Engine, padded: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    one.fill(np.random.default_rng(0), padded, 1)
-    one.connector.signal_dummy_outputs(padded)
-    one.forward(padded)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = one.forward(padded)
-    return graph, out
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -154,6 +154,18 @@ class Engine:
                 table.close()
 
 
+def capture(one: Engine, padded: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of one forward, captured with a dummy, and what it writes."""
+    one.fill(np.random.default_rng(0), padded, 1)
+    one.connector.signal_dummy_outputs(padded)
+    one.forward(padded)  # compile before capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = one.forward(padded)
+    return graph, out
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {dtype: write(tmp_path_factory.mktemp(dtype), dtype) for dtype in FORMATS}
@@ -275,16 +287,7 @@ def test_nothing_compiles_or_loads_after_warm_up(
 def test_graphs_replay_with_other_steps(engine: Callable[..., Engine], route: str, dtype: str) -> None:
     """Captured with dummies at several sizes; each replay delivers its own step's rows, never the capture's or the last."""
     one, rng = engine(route, dtype), np.random.default_rng(2)
-    graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-    one.fill(rng, 8, 1)
-    for padded in (1, 8, 64, 256):
-        one.connector.signal_dummy_outputs(padded)
-        one.forward(padded)  # compile before capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = one.forward(padded)
-        graphs[padded] = (graph, out)
+    graphs = {padded: capture(one, padded) for padded in (1, 8, 64, 256)}
     for _ in range(60):
         padded = int(rng.choice(list(graphs)))
         num_tokens = int(rng.integers(1, padded + 1))

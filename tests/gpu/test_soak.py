@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.test_routes import ROUTES, WORKER_ROUTES, Engine, same, write
+from gpu.test_routes import ROUTES, WORKER_ROUTES, Engine, capture, same, write
 from ple_offload.worker.spawn import SpawnedWorker
 
 pytestmark = pytest.mark.gpu
@@ -78,14 +78,3 @@ def test_not_one_wrong_row_and_no_growth(tmp_path: Path, route: str) -> None:
         one.close()
         if worker is not None:
             worker.close()
-
-
-def capture(one: Engine, padded: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    one.fill(np.random.default_rng(0), padded, 1)
-    one.connector.signal_dummy_outputs(padded)
-    one.forward(padded)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = one.forward(padded)
-    return graph, out
