@@ -32,6 +32,7 @@ class Model(torch.nn.Module):
         return self.ple(hidden, ids, starts, context) * self.weight
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("route", ["direct-ram", "direct-file", "staged-async"])
 def test_the_table_is_no_part_of_a_graph(tmp_path: Path, route: str) -> None:
     """No input, attribute or constant of the compiled graph, no parameter, not in the state, not in GPU memory."""

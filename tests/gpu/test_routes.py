@@ -303,6 +303,7 @@ def test_graphs_replay_with_other_steps(engine: Callable[..., Engine], route: st
         one.connector.release_outputs()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("route", ROUTES)
 def test_compiled_whole_graphs(engine: Callable[..., Engine], route: str) -> None:
     one, rng = engine(route, "F8_E4M3"), np.random.default_rng(3)
