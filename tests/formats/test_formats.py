@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ple_offload.errors import CheckpointError
 from ple_offload.formats import VALUE_DTYPES, RowFormat, detect
-from ple_offload.formats.gather import FAULTED, GATHERED, PREFETCH_ROWS, Gather, Readers
+from ple_offload.formats.gather import CHUNK_ROWS, FAULTED, GATHERED, PREFETCH_ROWS, Gather, Readers, _find
 from ple_offload.memory import sigbus
 from ple_offload.stores.base import RowMap
 
@@ -65,14 +65,17 @@ def packed(rng: np.random.Generator, counts: list[int], row_bytes: int) -> tuple
         st.lists(st.integers(1, 40), min_size=1, max_size=6),
         st.tuples(st.integers(1, 9), st.integers(1, 5)).map(lambda t: [t[0]] * t[1]),
     ),
-    number=st.integers(0, 3 * PREFETCH_ROWS),
+    number=st.one_of(
+        st.integers(0, 3 * PREFETCH_ROWS),
+        st.sampled_from([CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 1, 2 * CHUNK_ROWS + 9]),
+    ),
     parallel=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_gathers_equal_the_reference(
     name: str, dtype: str, row_dim: int, counts: list[int], number: int, parallel: bool, seed: int
 ) -> None:
-    """Any format, any segments, any alignment, any count around the prefetch distance, serial and parallel."""
+    """Any format, any segments, any alignment, any count around the prefetch distance and a chunk, serial and parallel."""
     rng = np.random.default_rng(seed)
     row_format = RowFormat(name, row_dim, 0.5 if name == "fp8_e4m3" else None)
     segments, at = packed(rng, counts, row_format.row_bytes)
@@ -93,16 +96,35 @@ def test_gathers_equal_the_reference(
 
 
 @pytest.mark.parametrize("bad", [-1, 12, 2**62, -(2**62)])
-@pytest.mark.parametrize("place", [0, 1, 40])
+@pytest.mark.parametrize("place", [0, 1, 40, CHUNK_ROWS, 2 * CHUNK_ROWS])
 @pytest.mark.parametrize("name", ["stored", "bf16", "fp32"])
 def test_a_row_outside_the_table_is_found_before_it_is_read(bad: int, place: int, name: str) -> None:
     _, at = packed(np.random.default_rng(0), [5, 7], 16)
-    rows = np.arange(41) % 12
+    count = place + 1 if place > 40 else 41
+    rows = np.arange(count) % 12
     rows[place] = bad
-    out = np.zeros((41, 16), np.uint8 if name == "stored" else VALUE_DTYPES[name])
+    out = np.zeros((count, 16), np.uint8 if name == "stored" else VALUE_DTYPES[name])
     gather = Gather(RowFormat("fp8_e4m3", 16, 1.0), at.bases, at.starts, at.step, name)
     assert gather.run(rows, out, 1) == place
     assert gather.run(rows, out, 4) == place
+
+
+@given(
+    step=st.one_of(st.integers(1, 9), st.integers(1 << 20, 1 << 40)), segments=st.integers(1, 9), seed=st.integers(0, 9)
+)
+def test_addresses_at_the_borders_of_equal_segments(step: int, segments: int, seed: int) -> None:
+    """Compared with a search, also where a division in floating point is one off; nothing is read."""
+    rng = np.random.default_rng(seed)
+    last = int(rng.integers(1, step + 1))
+    at = RowMap.of(rng.integers(1 << 30, 1 << 32, segments).tolist(), [step] * (segments - 1) + [last])
+    near = (at.starts[:, None] + np.arange(-2, 3)).reshape(-1)
+    rows = near[(near >= 0) & (near < at.starts[-1])]
+    found = np.zeros(rows.size, np.uint64)
+    for way in (step, 0):
+        found[:] = 0
+        assert _find(at.bases, at.starts, way, rows, rows.size, 160, found) == GATHERED
+        segment = np.searchsorted(at.starts, rows, side="right") - 1
+        assert np.array_equal(found, at.bases[segment] + ((rows - at.starts[segment]) * 160).astype(np.uint64))
 
 
 class Told:

@@ -2,11 +2,12 @@
 
 A store hands out segments: segment i holds rows [starts[i], starts[i + 1]) one after the other from address bases[i]
 (any alignment). `step` is the rows per segment where all are equal (the last may be short), else 0: then the segment is
-searched. Rows are asked for PREFETCH_ROWS ahead, since each is a cache miss and usually a TLB miss as well.
+searched. The addresses of CHUNK_ROWS rows are found first, then the rows are read, and asked for PREFETCH_ROWS ahead, since
+each is a cache miss and usually a TLB miss as well: whatever stands between two reads keeps the processor from seeing far.
 
 Every row number is checked before it becomes an address. The kernels return the index of the first bad one, or GATHERED;
-FAULTED where a mapped file was cut meanwhile. The serial kernel does rows [first, last) of a request. The parallel one
-deals blocks of rows to its threads, the next block to whoever is free: one that is held up delays nothing but its block.
+FAULTED where a mapped file was cut meanwhile. The parallel one deals blocks of rows to its threads, the next block to
+whoever is free: one that is held up delays nothing but its block.
 
 Readers in other processes are told of each block as soon as it is there (`Readers`), not at the end.
 
@@ -32,7 +33,7 @@ from ple_offload.formats.e4m3 import decode_e4m3, vector_tables
 from ple_offload.ipc.words import load_acquire, publish_flag, store_release
 from ple_offload.native import copy_bytes, load_item, prefetch, take_ticket
 
-PREFETCH_ROWS = 16
+CHUNK_ROWS, PREFETCH_ROWS = 256, 16
 COPY, CODES, VECTORS = 0, 1, 2
 GATHERED, FAULTED = -1, -2
 # columns of Readers.addresses, and entries of Readers.shared
@@ -58,57 +59,62 @@ class Readers:
 
 
 @native.kernel()
-def _address(bases, starts, step, row, row_bytes):  # type: ignore[no-untyped-def]
-    """The address of a row, uint64; 0 when there is no such row."""
+def _find(bases, starts, step, rows, count, row_bytes, found):  # type: ignore[no-untyped-def]
+    """The addresses of rows[:count] to found[:count]; GATHERED, or the index of the first that is no row."""
     segments = bases.size
-    if row < 0 or row >= starts[segments]:
-        return np.uint64(0)
-    low = 0
-    if step > 0:
-        low = row // step
-    else:
-        high = segments  # the segment is in [low, high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if starts[middle] <= row:
-                low = middle
-            else:
-                high = middle
-    return bases[low] + np.uint64((row - starts[low]) * row_bytes)
+    total = starts[segments]
+    inverse = 1.0 / max(1, step)
+    for i in range(count):
+        row = rows[i]
+        if row < 0 or row >= total:
+            return i
+        low = np.int64(0)
+        if segments == 1:
+            pass
+        elif step > 0:  # a division of integers would take as long as half the row
+            low = np.int64(row * inverse)
+            if starts[low] > row:
+                low -= 1
+            elif starts[low + 1] <= row:
+                low += 1
+        else:
+            high = segments  # the segment is in [low, high)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if starts[middle] <= row:
+                    low = middle
+                else:
+                    high = middle
+        found[i] = bases[low] + np.uint64((row - starts[low]) * row_bytes)
+    return GATHERED
 
 
 @native.kernel()
-def _ask_for(bases, starts, step, row, row_bytes):  # type: ignore[no-untyped-def]
-    address = _address(bases, starts, step, row, row_bytes)
+def _ask_for(address, row_bytes):  # type: ignore[no-untyped-def]
     for offset in range(0, row_bytes, 64):
         prefetch(address + np.uint64(offset))
     prefetch(address + np.uint64(row_bytes - 1))
 
 
 @native.kernel()
-def gather_rows(  # type: ignore[no-untyped-def]
-    kind, bases, starts, step, rows, row_bytes, code, value, scale, table, out, first, last, shift
-):
-    """Rows [first, last) of `rows` to places from first + shift on."""
-    target = np.uint64(out.ctypes.data)
-    width = out.shape[1] * out.itemsize
-    for i in range(first, min(last, first + PREFETCH_ROWS)):
-        _ask_for(bases, starts, step, rows[i], row_bytes)
-    for i in range(first, last):
-        if i + PREFETCH_ROWS < last:
-            _ask_for(bases, starts, step, rows[i + PREFETCH_ROWS], row_bytes)
-        source = _address(bases, starts, step, rows[i], row_bytes)
-        if source == 0:
-            return i + shift
-        to = target + np.uint64((i + shift) * width)
+def _read(kind, found, count, row_bytes, code, value, scale, table, out, place):  # type: ignore[no-untyped-def]
+    """The rows at the addresses found[:count] to out[place:]."""
+    width = np.uint64(out.shape[1] * out.itemsize)
+    to = np.uint64(out.ctypes.data) + np.uint64(place) * width
+    for i in range(min(count, PREFETCH_ROWS)):
+        _ask_for(found[i], row_bytes)
+    for i in range(count):
+        if i + PREFETCH_ROWS < count:
+            _ask_for(found[i + PREFETCH_ROWS], row_bytes)
+        source = found[i]
         if kind == COPY:
             copy_bytes(to, source, np.uint64(row_bytes))
         elif kind == VECTORS:
             decode_e4m3(to, source, np.uint64(row_bytes), scale, table)
         else:
             for k in range(out.shape[1]):
-                out[i + shift, k] = load_item(table, np.uint64(load_item(source, np.uint64(k), code)), value)
-    return GATHERED
+                out[place + i, k] = load_item(table, np.uint64(load_item(source, np.uint64(k), code)), value)
+        to += width
 
 
 @native.kernel()
@@ -152,21 +158,20 @@ def gather_blocks(  # type: ignore[no-untyped-def]
     """
     width = out.shape[1] * out.itemsize
     blocks = max(1, (total + block - 1) // block)
-    own = np.empty(block if addresses.shape[0] else 0, np.int64)
+    # the rows may be in a reader's memory: what is checked must be what is used
+    asked, found = np.empty(CHUNK_ROWS, np.int64), np.empty(CHUNK_ROWS, np.uint64)
     number = np.int64(take_ticket(tickets)) if tickets else 0
     while number < blocks:
         first, last = number * block, min(total, (number + 1) * block)
-        end = max(first, min(rows.size, last))
-        asked, begin, shift = rows, first, 0
-        if addresses.shape[0]:  # the rows are in the readers' memory: what is checked must be what is used
-            for i in range(first, end):
-                own[i - first] = rows[i]
-            asked, begin, end, shift = own, 0, end - first, first
-        done = gather_rows(
-            kind, bases, starts, step, asked, row_bytes, code, value, scale, table, out, begin, end, shift
-        )
-        if done != GATHERED:
-            return done
+        end = min(rows.size, last)
+        for begin in range(first, end, CHUNK_ROWS):
+            count = min(CHUNK_ROWS, end - begin)
+            for i in range(count):
+                asked[i] = rows[begin + i]
+            bad = _find(bases, starts, step, asked, count, row_bytes, found)
+            if bad != GATHERED:
+                return begin + bad
+            _read(kind, found, count, row_bytes, code, value, scale, table, out, begin)
         if not _tell(addresses, shared, number, first * width, (last - first) * width):
             return FAULTED
         number = np.int64(take_ticket(tickets)) if tickets else number + 1
