@@ -102,17 +102,15 @@ class Cuda:
         if activate is None:
             import torch
 
-            device, activate = torch.device("cuda", self._ordinal), torch.cuda.device
+            device, activate = torch.device("cuda", self._ordinal), _activate
             with activate(device):
                 torch.zeros(1, device=device)  # the primary context
         self.device: Any = device
         self._activate = activate
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """This device as the current one."""
-        with self._activate(self.device):
-            yield
+    def current(self) -> AbstractContextManager[Any]:
+        """This device as the current one, for a `with` block."""
+        return self._activate(self.device)
 
     def attribute(self, name: str) -> int:
         """A device attribute by its name in ATTRIBUTES."""
@@ -253,6 +251,16 @@ class Context(Cuda):
     def close(self) -> None:
         """Give the context back; nothing made under it may be in use any more."""
         _call(self.device, "cuDevicePrimaryCtxRelease", self._device_number)
+
+
+def _activate(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one of torch; where it is already, as in nearly every step, this costs next to nothing."""
+    import torch
+
+    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def _call(where: object, name: str, *arguments: Any, or_code: int = 0) -> Any:

@@ -153,6 +153,7 @@ class DirectRoute:
         self.device_bytes += sum(layer.table.device_bytes for layer in self._layers)
         # a word for each slot of steps; behind them one for dummies, whose ids nobody answers for
         self._bad = torch.full((len(ports), self._slots + 1), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
+        self._bad_words = self._bad.numpy().data  # the same memory: to look at a word through torch takes microseconds
         self._running: dict[int, torch.Tensor] = {}
 
     def asks_worker(self, step: int, num_tokens: int) -> bool:
@@ -250,12 +251,11 @@ class DirectRoute:
 
     def error(self, step: int) -> StepError | None:
         """What went wrong in a step that is done, once."""
-        bad = self._bad.numpy()[:, step % self._slots]
-        if (bad == NO_BAD_ID).all():
+        slot = step % self._slots
+        position, index = min((self._bad_words[index, slot], index) for index in range(len(self._bad)))
+        if position == NO_BAD_ID:
             return None
-        index = int(bad.argmin())
-        position = int(bad[index])
-        bad[:] = NO_BAD_ID
+        self._bad[:, slot] = NO_BAD_ID
         if self._by_rows:
             return StepError(
                 f"row_numbers[{self._layers[index].port.layer}][{position}] holds a row number outside the table, expected "

@@ -59,6 +59,7 @@ class StagedRoute:
                 # poison, then one error word per slot; written by the host and by the kernel
                 self._words = torch.zeros(1 + slots, dtype=torch.int64, pin_memory=True)
                 errors = self._words.data_ptr() + 8
+                self._error_words = self._words[1:].numpy().data  # to look at a word through torch takes microseconds
                 self._beginning = Beginning(
                     transport.layout.rows_per_token,
                     self._region + region.WORD_ANNOUNCED,
@@ -195,7 +196,7 @@ class StagedRoute:
     def error(self, step: int) -> PleOffloadError | None:
         """Why a step that is done on the device delivered NaN, in the worker's words where it said any; or None."""
         slot = step % self._config.max_concurrent_batches
-        failed, why = divmod(int(self._words[1 + slot]), 1 << WHY_BITS)
+        failed, why = divmod(self._error_words[slot], 1 << WHY_BITS)
         if not why or failed != step:
             return None
         limit_s = self._config.limits.hard_cap_s
