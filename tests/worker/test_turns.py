@@ -58,14 +58,16 @@ class PromisedLane(EagerLane):
         return True
 
 
-def test_a_promise_is_told_once() -> None:
+def test_threads_are_kept_awake_for_a_promise_only_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(session.time, "monotonic", lambda: now)
     turns, lane = Turns(), PromisedLane(0)
     turns.ring(lane)
+    assert turns.promised_lately() == []
     assert turns.next() is None
-    assert turns.take_promises() == [lane]
-    turns.ring(lane)
-    assert turns.next() is None
-    assert turns.take_promises() == []
+    assert turns.promised_lately() == [lane]
+    now += 1.01 * session.AWAKE_S
+    assert turns.promised_lately() == []
 
 
 def test_a_promise_that_is_not_kept_lets_the_worker_sleep_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,16 +113,22 @@ def test_a_step_that_is_coming_behind_the_one_that_is_served_is_not_forgotten() 
 
 
 @pytest.mark.parametrize(
-    ("coming", "announced", "tokens", "woken"),
-    [(5, 4, 100, [3]), (5, 4, 99, []), (5, 5, 100, []), (5, 4, 2**64 - 1, [3])],
+    ("coming", "announced", "tokens", "cpus", "woken"),
+    [
+        (5, 4, 100, 4, [3]),
+        (5, 4, 99, 4, []),
+        (5, 5, 100, 4, []),
+        (5, 4, 2**64 - 1, 4, [3]),
+        (5, 4, 100, 3, []),  # they would have every core
+    ],
 )
 def test_threads_are_woken_for_a_large_step_that_is_on_its_way(
-    monkeypatch: pytest.MonkeyPatch, coming: int, announced: int, tokens: int, woken: list[int]
+    monkeypatch: pytest.MonkeyPatch, coming: int, announced: int, tokens: int, cpus: int, woken: list[int]
 ) -> None:
     calls: list[int] = []
     monkeypatch.setattr(native, "wake", calls.append)
     rank = SimpleNamespace(coming=coming, announced=announced, expected_tokens=tokens)
     table = SimpleNamespace(rows_per_token=4, parallel_rows=400, threads=3)
     lane = SimpleNamespace(tp_rank_0=lambda: rank, session=SimpleNamespace(tables=(table,)))
-    PleOffloadWorker._wake_threads(SimpleNamespace(), lane)
+    PleOffloadWorker._wake_threads(SimpleNamespace(_cpus=cpus), lane)
     assert calls == woken

@@ -12,6 +12,7 @@ why, and nobody else's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -29,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ple_offload import native
+from ple_offload.config import usable_cpus
 from ple_offload.cuda import HANDLE_BYTES
 from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, TokenIdError, UsageError
 from ple_offload.formats import VALUE_DTYPES
@@ -122,6 +124,7 @@ class PleOffloadWorker:
         self._borrowers: dict[int, Channel] = {}  # by descriptor; who reads rows without us
         self._sessions: dict[str, Session] = {}
         self._turns = Turns()
+        self._cpus = usable_cpus()
         self._devices = Devices()
         self._listeners: list[Listener] = []
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # see `_accept`
@@ -172,6 +175,7 @@ class PleOffloadWorker:
 
         ready: called once, when signals are heard as well as clients.
         """
+        _sleep_precisely()
         try:
             with _signals(self.stop) as wake_fd:
                 if wake_fd is not None:
@@ -506,19 +510,23 @@ class PleOffloadWorker:
     def _serve_next(self) -> bool:
         """Serve one step of the lane whose turn it is; False when there is none."""
         turn = self._turns.next()
-        for lane in self._turns.take_promises():
-            self._wake_threads(lane)
-        if turn is not None:
-            self._serve(*turn)
-        return turn is not None
+        if turn is None:
+            for lane in self._turns.promised_lately():
+                self._wake_threads(lane)
+            return False
+        self._serve(*turn)
+        return True
 
     def _wake_threads(self, lane: Lane) -> None:
-        """Wake the threads for a large step while its inputs are still on their way: they stay awake for a moment."""
-        rank = lane.tp_rank_0()
-        if rank is not None and rank.coming > rank.announced:
-            table = lane.session.tables[0]
-            if rank.expected_tokens * table.rows_per_token >= table.parallel_rows:
-                native.wake(table.threads)
+        """Wake the threads for a large step while its inputs are still on their way: they stay awake for a moment.
+
+        Unless they have every core: then an engine would have none to prepare the step on.
+        """
+        rank, table = lane.tp_rank_0(), lane.session.tables[0]
+        if rank is None or rank.coming <= rank.announced or table.threads >= self._cpus:
+            return
+        if rank.expected_tokens * table.rows_per_token >= table.parallel_rows:
+            native.wake(table.threads)
 
     def _serve(self, lane: Lane, step: int) -> None:
         """Look one step up and deliver it to every TP rank, or tell each of them why not."""
@@ -644,6 +652,14 @@ def _row_numbers(
     rows = memory[: int(starts[-1])]
     table.row_numbers_into(ids, starts, context, rows)
     return rows
+
+
+def _sleep_precisely() -> None:
+    """Let this thread's short sleeps end on time: Linux lengthens each by up to 50 us, to wake up for several at once."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)  # ns
+
+
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
 def _empty(fd: int) -> None:

@@ -22,7 +22,8 @@ from ple_offload.worker.rank import Rank
 # 20 to 50 us in a virtual machine: the worker stays awake for a few times as long, counted from the start of the step.
 LINGER_S = 0.0002
 # Looking again for a promised step: at once, then every DOZE_S, then every millisecond, then whenever the worker wakes.
-SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.0003, 0.00005, 0.2, 60.0
+SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.0003, 0.00002, 0.2, 60.0
+AWAKE_S = 0.002  # so long the threads are kept from sleeping for a large step that is promised
 
 
 @dataclass
@@ -147,7 +148,6 @@ class Turns:
         self._waiting: dict[int, Lane] = {}  # by identity, in the order of their turn
         self._promised: dict[int, tuple[Lane, float]] = {}  # since when
         self._served_s = 0.0  # when `next` last gave a step
-        self._promises: list[Lane] = []  # made since `take_promises`
 
     def ring(self, lane: Lane) -> None:
         if id(lane) not in self._waiting:
@@ -175,15 +175,13 @@ class Turns:
                 self._served_s = time.monotonic()
                 return lane, step
             if lane.is_promised():
-                if key not in self._promised:
-                    self._promises.append(lane)
                 self._promised[key] = (lane, time.monotonic())
         return None
 
-    def take_promises(self) -> list[Lane]:
-        """The lanes whose next step has been promised since the last call."""
-        promises, self._promises = self._promises, []
-        return promises
+    def promised_lately(self) -> list[Lane]:
+        """The lanes whose next step was promised less than AWAKE_S ago, and has not come."""
+        now = time.monotonic()
+        return [lane for lane, since_s in self._promised.values() if now - since_s < AWAKE_S]
 
     def patience_s(self, idle_s: float) -> float:
         """How long the worker may sleep before it calls `next` again."""
