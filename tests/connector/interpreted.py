@@ -36,7 +36,7 @@ SLOTS = 2
 class Stream:
     """Remembers which streams it has waited for."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
         self.waited_for: list[Stream] = []
 

@@ -7,6 +7,7 @@ process, graphs) is in tests/gpu.
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -277,6 +278,16 @@ def test_drain_gives_nan_and_the_reason_where_rows_do_not_come(flag: int, poison
     assert out[:600].isnan().all()
     assert (out[600:] == 0).all()
     assert stage.errors == [5 << WHY_BITS | why, 0]  # of step 5
+
+
+@pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter has no clock")
+def test_the_limit_is_the_steps_and_not_each_blocks() -> None:
+    stage = Stage(RowFormat("fp8_e4m3", 16, 0.3), 60 * BLOCK_ROWS)
+    stage.run(words.flag(1, 5), 1, 0, 1, limit_ns=1)  # compiles
+    began = time.monotonic()
+    assert stage.run(words.flag(1, 5), 60 * BLOCK_ROWS, 0, 60 * BLOCK_ROWS, limit_ns=10**8).isnan().all()
+    assert 0.09 < time.monotonic() - began < 0.5  # 20 blocks for each program
+    assert stage.errors == [5 << WHY_BITS | TIMED_OUT, 0]
 
 
 def test_a_zeroed_table_fails_the_comparison() -> None:

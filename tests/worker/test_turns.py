@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import ple_offload
+from checkpoint import tiny
 from ple_offload import native
-from ple_offload.worker import session
-from ple_offload.worker.server import PleOffloadWorker
+from ple_offload.worker import server, session
+from ple_offload.worker.server import PleOffloadWorker, Served
 from ple_offload.worker.session import Turns
 
 
@@ -58,16 +61,53 @@ class PromisedLane(EagerLane):
         return True
 
 
-def test_threads_are_kept_awake_for_a_promise_only_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_a_step_has_been_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(session.time, "monotonic", lambda: now)
     turns, lane = Turns(), PromisedLane(0)
     turns.ring(lane)
-    assert turns.promised_lately() == []
+    assert turns.promised() == []
     assert turns.next() is None
-    assert turns.promised_lately() == [lane]
-    now += 1.01 * session.AWAKE_S
-    assert turns.promised_lately() == []
+    now += 0.5
+    assert turns.promised() == [(lane, 0.5)]
+
+
+@pytest.mark.parametrize(("seconds", "rehearsed", "woken"), [(0.0, 1, 1), (0.001, 1, 1), (0.1, 1, 0), (1.0, 0, 0)])
+def test_what_is_done_for_a_step_that_is_on_its_way(seconds: float, rehearsed: int, woken: int) -> None:
+    """Threads are kept awake for a moment; serving is rehearsed for as long as the step can be expected soon."""
+    calls: list[str] = []
+    turns = SimpleNamespace(next=lambda: None, promised=lambda: [("a lane", seconds)])
+    worker = SimpleNamespace(
+        _turns=turns, _rehearse=lambda _: calls.append("rehearse"), _wake_threads=lambda _: calls.append("wake")
+    )
+    assert not PleOffloadWorker._serve_next(worker)
+    assert (calls.count("rehearse"), calls.count("wake")) == (rehearsed, woken)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "rows"])
+def test_a_rehearsal_goes_the_whole_way_now_and_then_and_raises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    now, gathered = 1000.0, []
+    monkeypatch.setattr(server.time, "monotonic", lambda: now)
+    path = tiny.write_default(tmp_path / "it")
+    with ple_offload.open_table(path, 1, "file", threads=1) as table:
+        worker = PleOffloadWorker([Served(path, {1: table})])
+        monkeypatch.setattr(table, "gather_into", lambda *arguments: gathered.append(arguments))
+        wish, first = SimpleNamespace(output="bf16"), SimpleNamespace(request=kind)
+        first.layers = [wish]
+        lane = SimpleNamespace(session=SimpleNamespace(first=first, tables=(table,)))
+        worker._rehearse(lane)
+        worker._rehearse(lane)
+        assert len(gathered) == 1
+        assert gathered[0][0].size == 0
+        monkeypatch.undo()
+        worker._next_rehearsal_s = 0
+        worker._rehearse(lane)
+        table.close()
+        worker._next_rehearsal_s = 0
+        worker._rehearse(lane)  # the step itself will tell
+        worker._close()
 
 
 def test_a_promise_that_is_not_kept_lets_the_worker_sleep_again(monkeypatch: pytest.MonkeyPatch) -> None:

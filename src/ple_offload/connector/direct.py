@@ -144,7 +144,8 @@ class DirectRoute:
                 )
                 for port in ports
             ]
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # its few programs go first: they wait for the bus most of the time, and the model for them
+            self._side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             # where a captured graph reads it: the step's place in `_bad`, its requests (24 bits), its tokens (32 bits)
             self._size = torch.full((1,), self._slots << PLACE_BIT, dtype=torch.int64, device=device)
             self._places = torch.arange(config.max_num_reqs + 1, dtype=torch.int64, device=device)

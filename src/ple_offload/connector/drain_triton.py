@@ -118,6 +118,9 @@ def _drain(  # type: ignore[no-untyped-def]
         if first < num_rows:
             flag = flags + (slot * blocks_per_slot + first // FLAG_ROWS) * 8
             why = _wait(flag, expected, poison, limit_ns, THREADS, INTERPRETED)
+            limit_ns = tl.where(
+                why == 0, limit_ns, 0
+            )  # the limit is the step's: behind one that did not come, look once
             if why != 0:
                 step = expected & ((1 << 47) - 1)
                 tl.store((errors + slot * 8).to(tl.pointer_type(tl.int64)), step << 2 | why.to(tl.int64))

@@ -2,7 +2,8 @@
 
 Rows are read in words as wide as their alignment allows (8 bytes where every row starts at a multiple of 8): one warp then
 asks for a whole row at once, and the bus sees one or two requests instead of five. Each word is split into its codes in
-registers. The grid is capped, since a kernel that waits for the bus must not hold every multiprocessor.
+registers. The grid is capped: some 256 rows on their way keep the bus busy, and on every multiprocessor that waits for it
+the model's own kernels cannot run.
 
 Row -1 gathers as zeros, and a row number outside the table as NaN: nothing that was not checked becomes an address.
 """
@@ -175,7 +176,7 @@ class GatherOnDevice:
     programs: the cap of the grid.
     """
 
-    ROWS = 4
+    ROWS = 8
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class GatherOnDevice:
         starts: npt.NDArray[np.int64],
         step: int,
         device: torch.device,
-        programs: int = 256,
+        programs: int = 32,
     ) -> None:
         self._bases = torch.from_numpy(bases.view(np.int64).copy()).to(device)
         self._starts = torch.from_numpy(starts.copy()).to(device)

@@ -203,6 +203,28 @@ class Rank:
         self.channel.close()
 
 
+class Nobody:
+    """A rank that is not there: what is delivered to it nobody sees."""
+
+    device = None
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(
+            3, np.uint64
+        )  # where its rows would be, its flag, and the word that says whether it sleeps
+
+    def inputs(self, context_len: int) -> list[npt.NDArray[np.int64]]:
+        """[input_ids, query_start_loc, ngram_context] of a step without tokens."""
+        return [np.empty(0, np.int64), np.zeros(1, np.int64), np.empty((0, context_len), np.int64)]
+
+    def output(self, layer: int, step: int, num_tokens: int) -> npt.NDArray[np.uint8]:
+        return np.empty(0, np.uint8)
+
+    def reader(self, layer: int, step: int) -> tuple[int, int, int, int]:
+        at = self._memory.ctypes.data
+        return at, at + 8, 0, at + 16
+
+
 def _check_region(peer: str, fd: int, num_bytes: int) -> None:
     """Refuse memory that could vanish or fault under us."""
     needed = memfd.F_SEAL_SHRINK

@@ -22,8 +22,7 @@ from ple_offload.worker.rank import Rank
 # 20 to 50 us in a virtual machine: the worker stays awake for a few times as long, counted from the start of the step.
 LINGER_S = 0.0002
 # Looking again for a promised step: at once, then every DOZE_S, then every millisecond, then whenever the worker wakes.
-SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.0003, 0.00002, 0.2, 60.0
-AWAKE_S = 0.002  # so long the threads are kept from sleeping for a large step that is promised
+SPIN_S, DOZE_S, DOZE_UNTIL_S, PATIENCE_S = 0.002, 0.00002, 0.2, 60.0
 
 
 @dataclass
@@ -178,10 +177,10 @@ class Turns:
                 self._promised[key] = (lane, time.monotonic())
         return None
 
-    def promised_lately(self) -> list[Lane]:
-        """The lanes whose next step was promised less than AWAKE_S ago, and has not come."""
+    def promised(self) -> list[tuple[Lane, float]]:
+        """The lanes whose next step is promised, and for how many seconds it has been."""
         now = time.monotonic()
-        return [lane for lane, since_s in self._promised.values() if now - since_s < AWAKE_S]
+        return [(lane, now - since_s) for lane, since_s in self._promised.values()]
 
     def patience_s(self, idle_s: float) -> float:
         """How long the worker may sleep before it calls `next` again."""
