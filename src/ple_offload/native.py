@@ -229,6 +229,17 @@ def take_ticket(typing_context, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def multiply_high(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """The upper 64 bits of the product of two uint64."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        wide = [builder.zext(argument, ir.IntType(128)) for argument in arguments]
+        return builder.trunc(builder.lshr(builder.mul(*wide), ir.IntType(128)(64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic
 def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
     """Ask for the cache line at an address; never faults, whatever the address."""
 

@@ -40,7 +40,7 @@ OVERHEAD_BYTES = 64 << 20
 # One thread gathers a 160-byte row in about this time (2 MiB and 4 KiB pages; docs/LOG.md); only used to decide how many
 # rows repay the waking of threads, so its order of magnitude is enough.
 ROW_US = {"ram": 0.05, "file": 0.1}
-HASH_US = 0.1  # one thread computes the 16 row numbers of a token in about this time; used in the same way
+HASH_US = 0.04  # one thread computes the 16 row numbers of a token in about this time; used in the same way
 CHECK_INTERVAL_S = 0.1
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ple_offload import native
 from ple_offload.errors import CheckpointError
 from ple_offload.families import find_tables
-from ple_offload.families.qwen_ple import QwenPle
+from ple_offload.families.qwen_ple import QwenPle, _modulo
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data/vectors.json").read_text())
 CASES = [case for case in VECTORS["cases"] if case["family"] == "qwen4_exp_ple"]
@@ -38,6 +38,26 @@ def compiled(rule: QwenPle, ids: Any, starts: Any, context: Any) -> np.ndarray:
 
 def whole(rule: QwenPle, tokens: list[int]) -> np.ndarray:
     return compiled(rule, tokens, [0, len(tokens)], [rule.filler] * rule.context_len)
+
+
+@settings(max_examples=500)
+@given(
+    size=st.one_of(st.integers(2, 100), st.integers(2, 2**62), st.sampled_from([2**31 - 1, 2**61 - 1, 20_000_003])),
+    multiple=st.integers(0, 2**63),
+    near=st.integers(-2, 2),
+)
+def test_the_modulus_without_a_division(size: int, multiple: int, near: int) -> None:
+    """Around multiples of the size, where a quotient that is one off shows."""
+    for x in (multiple, multiple // size * size + near, 2**63 - 1 + near):
+        if 0 <= x < 2**63:
+            found = _modulo(np.int64(x), np.int64(size), np.int64((2**64 - 1) // size))
+            assert found == x % size
+
+
+def test_no_product_of_a_multiplier_and_an_id_wraps() -> None:
+    for vocab_size in (1, 2, 50, 248_320, 2**31 - 1):
+        rule = family(vocab_size=vocab_size, eos_token_id=0, seed=2**64 - 1)
+        assert max(rule.multipliers.tolist()) * (vocab_size - 1) < 2**63
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])

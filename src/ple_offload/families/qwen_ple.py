@@ -27,6 +27,7 @@ import numpy as np
 from ple_offload import native
 from ple_offload.errors import CheckpointError
 from ple_offload.families.base import FoundTable, Ints, whole_number
+from ple_offload.native import multiply_high
 
 _MASK = (1 << 64) - 1
 # Heads of all layers; each needs a prime of its own. The released model has 16.
@@ -85,6 +86,12 @@ class QwenPle:
         """[rows_per_token] int64: the first row of each head."""
         return np.concatenate([[0], np.cumsum(self.head_sizes)[:-1]]).astype(np.int64)
 
+    @cached_property
+    def _columns(self) -> Ints:
+        """[rows_per_token, 3] int64: of each head its size, floor((2^64 - 1) / size), and its first row."""
+        inverses = [(2**64 - 1) // size for size in self.head_sizes.tolist()]  # sizes are primes: below 2^63
+        return np.stack([self.head_sizes, np.array(inverses, np.int64), self.head_offsets], axis=1)
+
     def numbers(self) -> dict[str, int]:
         return asdict(self)
 
@@ -134,8 +141,7 @@ class QwenPle:
             self.eos_token_id,
             self.heads_per_ngram,
             self.multipliers,
-            self.head_sizes,
-            self.head_offsets,
+            self._columns,
             out,
         )
         if shares > 1:
@@ -239,8 +245,18 @@ def _primes_between(lowest: int, end: int) -> Ints:
 
 
 @native.kernel()
+def _modulo(x, size, inverse):  # type: ignore[no-untyped-def]
+    """x % size for 0 <= x < 2^63 and inverse = floor((2^64 - 1) / size); a division takes several times as long.
+
+    The quotient by the inverse is at most one too low. No product of a multiplier and an id wraps, so every x is in range.
+    """
+    rest = x - np.int64(multiply_high(np.uint64(x), np.uint64(inverse))) * size
+    return rest - size if rest >= size else rest
+
+
+@native.kernel()
 def _row_numbers(  # type: ignore[no-untyped-def]
-    input_ids, query_start_loc, ngram_context, vocab_size, eos, heads, multipliers, sizes, offsets, out, first, last
+    input_ids, query_start_loc, ngram_context, vocab_size, eos, heads, multipliers, columns, out, first, last
 ):
     """Row numbers of tokens [first, last); -1, or the first bad id among them, as `Family.row_numbers` tells positions.
 
@@ -273,7 +289,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
                 cut = token == eos
             mix ^= token * multipliers[s]
             for column in range((s - 1) * heads, s * heads):
-                out[t, column] = mix % sizes[column] + offsets[column]
+                out[t, column] = _modulo(mix, columns[column, 0], columns[column, 1]) + columns[column, 2]
     return -1
 
 
@@ -286,8 +302,7 @@ def _row_numbers_parallel(  # type: ignore[no-untyped-def]
     eos,
     heads,
     multipliers,
-    sizes,
-    offsets,
+    columns,
     out,
     num_tokens,
     shares,
@@ -304,8 +319,7 @@ def _row_numbers_parallel(  # type: ignore[no-untyped-def]
             eos,
             heads,
             multipliers,
-            sizes,
-            offsets,
+            columns,
             out,
             first,
             last,
