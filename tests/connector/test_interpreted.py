@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="GPU routes need triton (extra `cuda`)")
 from connector.interpreted import BORDER, Gpu, Model
 from connector.rig import Inputs, Made, make, random_inputs
 from ple_offload import cuda, open_table
+from ple_offload.connector import direct
 from ple_offload.connector.drain_triton import Drain
 from ple_offload.errors import StepError, StoreError, UsageError
 from ple_offload.worker.spawn import SpawnedWorker
@@ -106,6 +107,32 @@ def test_a_forward_that_broke_off_leaves_no_rows_to_the_next_step(
     one.connector.release_outputs()
     inputs = random_inputs(rng, tokens, 2)
     assert one.right(one.run(inputs), inputs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capturing", "forks"), [(15, True, False), (16, True, True), (16, False, False), (64, False, True)]
+)
+def test_many_tokens_go_on_a_side_stream_that_the_forward_joins(
+    model: Callable[..., Model],
+    gpu: Gpu,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    capturing: bool,
+    forks: bool,
+) -> None:
+    """In eager mode from more tokens on: to fork takes the host longer than few tokens take the GPU."""
+    monkeypatch.setattr(direct, "EAGER_FORK_TOKENS", 64)
+    one = model("inline")
+    inputs = random_inputs(rng, tokens, 2)
+    step = one.prepare(inputs)
+    side = one.connector._route._side
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    gpu.main.waited_for.clear()
+    found = one.forward(tokens)
+    assert (side.waited_for, gpu.main.waited_for) == (([gpu.main] * 2, [side] * 2) if forks else ([], []))  # two layers
+    one.connector.check(step)
+    assert one.right(found, inputs)
 
 
 @pytest.mark.parametrize("route", ["inline", "auto"])

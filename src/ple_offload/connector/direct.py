@@ -31,7 +31,9 @@ from ple_offload.families.qwen_ple_triton import NO_BAD_ID, PLACE_BIT, QwenPleOn
 from ple_offload.formats.gather_triton import GatherOnDevice, Given
 from ple_offload.table import Table
 
-FORK_TOKENS = 16  # to fork and join takes some 3 us of the GPU, which is what fewer tokens take
+# To fork and join takes some 3 us of the GPU, which is what fewer tokens take; and some 200 us of the host where it is not
+# captured once and for all.
+FORK_TOKENS, EAGER_FORK_TOKENS = 16, 256
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -155,7 +157,9 @@ class DirectRoute:
         # a word for each slot of steps; behind them one for dummies, whose ids nobody answers for
         self._bad = torch.full((len(ports), self._slots + 1), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
         self._bad_words = self._bad.numpy().data  # the same memory: to look at a word through torch takes microseconds
-        self._running: dict[int, torch.Tensor] = {}
+        self._running: dict[
+            int, tuple[torch.Tensor, bool]
+        ] = {}  # what is being written, and whether on the side stream
 
     def asks_worker(self, step: int, num_tokens: int) -> bool:
         """The forward itself has all it needs."""
@@ -197,14 +201,13 @@ class DirectRoute:
                 f"layer {layer.port.layer}: expected at most {self._max_num_tokens} ids in the forward, found "
                 f"{ids.shape[0]}. Raise max_num_tokens."
             )
-        main = torch.cuda.current_stream(self._device)
         out = torch.empty(
             (ids.shape[0], layer.port.embed_dim), dtype=TORCH_DTYPES[layer.port.dtype], device=self._device
         )
-        stream = self._side if ids.shape[0] >= FORK_TOKENS else main
-        if stream is not main:
-            stream.wait_stream(main)
-        with torch.cuda.stream(stream):
+        forks = ids.shape[0] >= (FORK_TOKENS if torch.cuda.is_current_stream_capturing() else EAGER_FORK_TOKENS)
+        if forks:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side) if forks else self._cuda.current():
             given = None
             if layer.rows is None:
                 rows = (self._sources.row_numbers or {})[layer.port.layer][: ids.shape[0]]
@@ -216,7 +219,7 @@ class DirectRoute:
                 layer.table.family.row_numbers(ids, starts, context, rows, self._bad[index], self._size)
             values = out.view(-1, layer.port.embed_dim // layer.table.rows_per_token)
             layer.table.gather.run(rows.view(-1), values, given)
-        self._running[index] = out
+        self._running[index] = out, forks
 
     def _cuts(
         self, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
@@ -240,8 +243,8 @@ class DirectRoute:
 
     def finish(self, index: int, num_rows: int) -> torch.Tensor:
         """Join: the layer's rows [num_rows, embed_dim], written when the current stream comes here."""
-        out = self._running.pop(index)
-        if out.shape[0] >= FORK_TOKENS:
+        out, forked = self._running.pop(index)
+        if forked:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
         if out.shape[0] != num_rows:
             raise UsageError(
