@@ -43,10 +43,11 @@ class Lane:
         rank = self.tp_rank_0()
         return rank is not None and max(rank.announced, rank.coming) > step
 
-    def is_promised(self) -> bool:
-        """Whether a step will become servable without a doorbell: it is coming, or waits for its slot."""
+    def promised(self) -> int | None:
+        """The last step that will become servable without a doorbell: it is coming, or waits for its slot."""
         rank = self.tp_rank_0()
-        return rank is not None and self.ready and max(rank.announced, rank.coming) > rank.served
+        step = max(rank.announced, rank.coming) if rank is not None and self.ready else 0
+        return step if rank is not None and step > rank.served else None
 
     def begin(self) -> None:
         """All ranks are there: they count on from the highest step any of them has counted."""
@@ -141,11 +142,12 @@ class Turns:
 
     A lane whose step is promised (a device will announce it, or a reader has not released its slot yet) becomes servable
     without ringing: it is looked at again and again, ever less often, after PATIENCE_S only when the worker wakes anyway.
+    Only another step renews this: a doorbell, which also says that a slot was released, does not.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Lane] = {}  # by identity, in the order of their turn
-        self._promised: dict[int, tuple[Lane, float]] = {}  # since when
+        self._promised: dict[int, tuple[Lane, int, float]] = {}  # which step, since when
         self._served_s = 0.0  # when `next` last gave a step
 
     def ring(self, lane: Lane) -> None:
@@ -158,11 +160,11 @@ class Turns:
 
         Any other lane is dropped: what changes that (a new step) rings again.
         """
-        for key, (lane, _) in list(self._promised.items()):
+        for key, (lane, *_) in list(self._promised.items()):
             if lane.ready_step() is not None:
                 del self._promised[key]
                 self.ring(lane)
-            elif not lane.is_promised():  # its rank has gone
+            elif lane.promised() is None:  # its rank has gone
                 del self._promised[key]
         while self._waiting:
             key = next(iter(self._waiting))
@@ -173,14 +175,15 @@ class Turns:
                     self.ring(lane)
                 self._served_s = time.monotonic()
                 return lane, step
-            if lane.is_promised():
-                self._promised[key] = (lane, time.monotonic())
+            promised = lane.promised()
+            if promised is not None and (key not in self._promised or self._promised[key][1] != promised):
+                self._promised[key] = (lane, promised, time.monotonic())
         return None
 
     def promised(self) -> list[tuple[Lane, float]]:
         """The lanes whose next step is promised, and for how many seconds it has been."""
         now = time.monotonic()
-        return [(lane, now - since_s) for lane, since_s in self._promised.values()]
+        return [(lane, now - since_s) for lane, _, since_s in self._promised.values()]
 
     def patience_s(self, idle_s: float) -> float:
         """How long the worker may sleep before it calls `next` again."""
@@ -188,7 +191,7 @@ class Turns:
             return 0.0
         if not self._promised:
             return idle_s
-        waited_s = time.monotonic() - max(since_s for _, since_s in self._promised.values())
+        waited_s = time.monotonic() - max(since_s for *_, since_s in self._promised.values())
         if waited_s < DOZE_UNTIL_S:
             return 0.0 if waited_s < SPIN_S else DOZE_S
         return 0.001 if waited_s < PATIENCE_S else idle_s
