@@ -7,6 +7,7 @@ process, graphs) is in tests/gpu.
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -287,6 +288,28 @@ def test_the_limit_is_the_steps_and_not_each_blocks() -> None:
     began = time.monotonic()
     assert stage.run(words.flag(1, 5), 60 * BLOCK_ROWS, 0, 60 * BLOCK_ROWS, limit_ns=10**8).isnan().all()
     assert 0.09 < time.monotonic() - began < 0.5  # 20 blocks for each program
+    assert stage.errors == [5 << WHY_BITS | TIMED_OUT, 0]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter has no clock")
+def test_the_limit_is_the_steps_however_slowly_its_blocks_come() -> None:
+    stage, word = Stage(RowFormat("fp8_e4m3", 16, 0.3), 60 * BLOCK_ROWS), words.flag(1, 5)
+    stage.run(word, 1, 0, 1, limit_ns=1)  # compiles
+    flags, ended = stage.flags.bytes.view(np.int64), threading.Event()
+
+    def raise_them() -> None:
+        for first in range(0, 60, 3):  # one for each program, in less than the limit
+            flags[first : first + 3] = word
+            if ended.wait(0.05):
+                return
+
+    raiser = threading.Thread(target=raise_them)
+    raiser.start()
+    out = stage.run(word, 60 * BLOCK_ROWS, 0, 60 * BLOCK_ROWS, limit_ns=2 * 10**8)
+    ended.set()
+    raiser.join()
+    assert same(out[:BLOCK_ROWS], stage.expected(0, BLOCK_ROWS))
+    assert out[-BLOCK_ROWS:].isnan().all()
     assert stage.errors == [5 << WHY_BITS | TIMED_OUT, 0]
 
 

@@ -63,8 +63,10 @@ def _now_ns():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _wait(flag, expected, poison, limit_ns, THREADS: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """0 once *flag is `expected`; else why not: 1 time is up, 2 the step failed, 3 the connection is over."""
+def _wait(  # type: ignore[no-untyped-def]
+    flag, expected, poison, began_ns, limit_ns, THREADS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """0 once *flag is `expected`; else why not: 1 limit_ns are over since began_ns, 2 the step failed, 3 no connection."""
     failed = expected | (1 << 47)
     if INTERPRETED:  # no clock and no other process there: one look
         word = tl.load(flag.to(tl.pointer_type(tl.int64)))
@@ -72,11 +74,10 @@ def _wait(flag, expected, poison, limit_ns, THREADS: tl.constexpr, INTERPRETED: 
         late = tl.full((), 1, tl.int32)
     else:
         word, over = _look(flag, poison, THREADS)
-        began = _now_ns()
         late = tl.full((), 0, tl.int32)
         while (word != expected) & (word != failed) & (over == 0) & (late == 0):
             word, over = _look(flag, poison, THREADS)
-            late = ((_now_ns() - began) > limit_ns).to(tl.int32)
+            late = ((_now_ns() - began_ns) > limit_ns).to(tl.int32)
     return tl.where(word == expected, 0, tl.where(word == failed, 2, tl.where(over != 0, 3, 1))).to(tl.int32)
 
 
@@ -109,6 +110,8 @@ def _drain(  # type: ignore[no-untyped-def]
     num_rows = tl.load(control + 1)
     slot = tl.load(control + 2)
     limit_ns = tl.load(control + 3)
+    # once: the limit is the step's, however slowly its blocks come; the interpreter has no clock
+    began_ns = limit_ns if INTERPRETED else _now_ns()
     per_word: tl.constexpr = WORD_BYTES // CODE_BYTES
     inner = tl.arange(0, per_word)
     base = stage + slot * slot_bytes
@@ -117,10 +120,7 @@ def _drain(  # type: ignore[no-untyped-def]
         why = tl.full((), 0, tl.int32)
         if first < num_rows:
             flag = flags + (slot * blocks_per_slot + first // FLAG_ROWS) * 8
-            why = _wait(flag, expected, poison, limit_ns, THREADS, INTERPRETED)
-            limit_ns = tl.where(
-                why == 0, limit_ns, 0
-            )  # the limit is the step's: behind one that did not come, look once
+            why = _wait(flag, expected, poison, began_ns, limit_ns, THREADS, INTERPRETED)
             if why != 0:
                 step = expected & ((1 << 47) - 1)
                 tl.store((errors + slot * 8).to(tl.pointer_type(tl.int64)), step << 2 | why.to(tl.int64))
