@@ -98,6 +98,7 @@ def arm(fault: Fault) -> None:
         return result if fault.place == "row_numbers" else original(*args, **options)
 
     setattr(owner, name, wrapped)
+    server.PleOffloadWorker._rehearse = lambda *_: None  # type: ignore[method-assign]  # it comes to the same places
     if owner is faulty_module:
         Gather.run = gather_in_pieces  # type: ignore[method-assign]
 
