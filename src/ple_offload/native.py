@@ -1,4 +1,4 @@
-"""Everything that concerns compiled code: the numba decorator, its cache, its threads, and four instructions NumPy lacks.
+"""Everything that concerns compiled code: the numba decorator, its cache, its threads, and five instructions NumPy lacks.
 
 Why one place: numba has traps that only show in production, and each is answered here once.
 
@@ -35,7 +35,7 @@ from numba.extending import intrinsic
 
 from ple_offload.errors import ForkError
 
-# More than any layer costs on an idle machine (120 us); what lies above is somebody else's load.
+# More than any layer costs on an idle machine (150 us); what lies above is somebody else's load.
 MAX_WAKE_UP_US = 200.0
 
 _cache_problem: str | None = None
@@ -214,7 +214,7 @@ def _mark(marks):  # type: ignore[no-untyped-def]
 
 
 # ---- instructions -------------------------------------------------------------------------------------------------
-# Each takes addresses as uint64. None checks anything: kernels call them with addresses of rows already checked.
+# Addresses are uint64. None checks anything: kernels call them with addresses of rows already checked.
 
 
 @intrinsic

@@ -248,7 +248,7 @@ def _primes_between(lowest: int, end: int) -> Ints:
 def _modulo(x, size, inverse):  # type: ignore[no-untyped-def]
     """x % size for 0 <= x < 2^63 and inverse = floor((2^64 - 1) / size); a division takes several times as long.
 
-    The quotient by the inverse is at most one too low. No product of a multiplier and an id wraps, so every x is in range.
+    The quotient by the inverse is at most one too low. No product of a multiplier and a good id wraps, so x is in range.
     """
     rest = x - np.int64(multiply_high(np.uint64(x), np.uint64(inverse))) * size
     return rest - size if rest >= size else rest
@@ -260,7 +260,8 @@ def _row_numbers(  # type: ignore[no-untyped-def]
 ):
     """Row numbers of tokens [first, last); -1, or the first bad id among them, as `Family.row_numbers` tells positions.
 
-    Whoever does the first token looks at the context of all requests as well.
+    Whoever does the first token looks at the context of all requests as well. The others may hash what is not checked, also
+    an id of another share: when it is bad the step has failed, and none of its numbers is used.
     """
     n = multipliers.size
     for t in range(first, last):

@@ -279,8 +279,6 @@ class Gather:
         one's output, [readers.total, row_dim], and every reader is told of each block.
         """
         raw = values if self._cast_from is None else np.empty((rows.size, values.shape[1]), self._cast_from)
-        if readers is not None and raw is not values:
-            rows = rows.copy()  # as `gather_blocks` does for readers: what is checked must be what is used
         fixed = (*self._before, rows, *self._after, raw.view(self._carrier))
         if readers is None or raw is not values:
             told = (*_NOBODY, max(1, -(-rows.size // shares)), rows.size)
