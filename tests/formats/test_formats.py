@@ -7,7 +7,7 @@ import ctypes
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ple_offload.errors import CheckpointError
@@ -109,6 +109,9 @@ def test_a_row_outside_the_table_is_found_before_it_is_read(bad: int, place: int
     assert gather.run(rows, out, 4) == place
 
 
+@settings(deadline=None)  # it may have to compile
+@example(step=49, segments=9, seed=0)  # one too low: 49 * (1 / 49) < 1
+@example(step=(1 << 53) - 1, segments=9, seed=0)  # one too high
 @given(
     step=st.one_of(st.integers(1, 9), st.integers(1 << 20, 1 << 40)), segments=st.integers(1, 9), seed=st.integers(0, 9)
 )
