@@ -362,9 +362,8 @@ def test_random_steps(model: Callable[..., Model], rng: np.random.Generator, rou
     Each step delivers its rows, or NaN and an error of its own; no wait takes longer than the worker.
     """
     one = model(route)
-    flight: deque[tuple[int, Inputs | None, list[torch.Tensor], bool]] = (
-        deque()
-    )  # step, inputs, rows, whether ids are bad
+    # step, inputs, rows, whether ids are bad
+    flight: deque[tuple[int, Inputs | None, list[torch.Tensor], bool]] = deque()
 
     def release() -> None:
         step, inputs, found, bad = flight.popleft()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,6 +139,20 @@ def test_a_rehearsal_that_fails_in_an_unexpected_way_ends_nothing(
         worker._rehearse(SimpleNamespace(session=SimpleNamespace(first=first, tables=(table,))))
         assert table._next_check_s > 0, "it came to the check"
         worker._close()
+
+
+def test_the_workers_thread_sleeps_precisely_and_no_other() -> None:
+    prctl, set_slack, get_slack = ctypes.CDLL(None).prctl, 29, 30  # linux/prctl.h
+
+    def run() -> int:
+        prctl(set_slack, ctypes.c_ulong(50_000), 0, 0, 0)
+        server._sleep_precisely()
+        return prctl(get_slack, 0, 0, 0, 0)
+
+    before_ns = prctl(get_slack, 0, 0, 0, 0)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(run).result(10) == 1000
+    assert prctl(get_slack, 0, 0, 0, 0) == before_ns
 
 
 def test_a_promise_that_is_not_kept_lets_the_worker_sleep_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,9 +157,8 @@ class DirectRoute:
         # a word for each slot of steps; behind them one for dummies, whose ids nobody answers for
         self._bad = torch.full((len(ports), self._slots + 1), NO_BAD_ID, dtype=torch.int64, pin_memory=True)
         self._bad_words = self._bad.numpy().data  # the same memory: to look at a word through torch takes microseconds
-        self._running: dict[
-            int, tuple[torch.Tensor, bool]
-        ] = {}  # what is being written, and whether on the side stream
+        # by layer: what is being written, and whether on the side stream
+        self._running: dict[int, tuple[torch.Tensor, bool]] = {}
 
     def asks_worker(self, step: int, num_tokens: int) -> bool:
         """The forward itself has all it needs."""

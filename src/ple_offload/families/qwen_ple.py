@@ -89,7 +89,7 @@ class QwenPle:
     @cached_property
     def _columns(self) -> Ints:
         """[rows_per_token, 3] int64: of each head its size, floor((2^64 - 1) / size), and its first row."""
-        inverses = [(2**64 - 1) // size for size in self.head_sizes.tolist()]  # sizes are primes: below 2^63
+        inverses = [(2**64 - 1) // size for size in self.head_sizes.tolist()]  # a prime is at least 2: all below 2^63
         return np.stack([self.head_sizes, np.array(inverses, np.int64), self.head_offsets], axis=1)
 
     def numbers(self) -> dict[str, int]:

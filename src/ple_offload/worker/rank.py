@@ -209,9 +209,8 @@ class Nobody:
     device = None
 
     def __init__(self) -> None:
-        self._memory = np.zeros(
-            3, np.uint64
-        )  # where its rows would be, its flag, and the word that says whether it sleeps
+        # where its rows would be, its flag, and the word that says whether it sleeps
+        self._memory = np.zeros(3, np.uint64)
 
     def inputs(self, context_len: int) -> list[npt.NDArray[np.int64]]:
         """[input_ids, query_start_loc, ngram_context] of a step without tokens."""

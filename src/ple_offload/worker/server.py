@@ -77,8 +77,8 @@ HEARTBEAT_S = 0.25  # well below the shortest limit a client may reasonably have
 OVERFLOW_UID = 65534  # how a peer of another user namespace reads
 OUTPUTS = ("stored", "bf16", "fp16", "fp32")
 DUPLICATES_EVERY_S = 0.1
-REHEARSE_EVERY_S = 0.0002
 DUPLICATES_MAX_ROWS = 1 << 16
+REHEARSE_EVERY_S = 0.0002
 
 
 @dataclass(frozen=True)
@@ -526,7 +526,7 @@ class PleOffloadWorker:
     def _rehearse(self, lane: Lane) -> None:
         """Serve a step without tokens to nobody while a real one is on its way, now and then.
 
-        What has not run for some milliseconds is in no cache: the first step after a pause took 200 us, and takes 110 so.
+        What has not run for some milliseconds is in no cache: the first step after a pause took 200 us, and takes 100 so.
         """
         now = time.monotonic()
         if now < self._next_rehearsal_s:
