@@ -51,7 +51,7 @@ from ple_offload.spec import CheckpointSpec, TableSpec
 from ple_offload.spec import inspect as inspect_checkpoint
 from ple_offload.table import Table, open_table
 
-TESTED_VERSIONS = "5.16 to 5.24"
+TESTED_VERSIONS = "5.16 to 5.25"
 
 try:
     import torch
@@ -164,12 +164,13 @@ class TableLookup(modeling.Qwen4ExpTextNGramEmbedding):
         self.register_buffer("activation", torch.empty(0, dtype=dtype), persistent=False)
         self.offload: PleOffload | None = None  # set by from_pretrained once the weights are loaded
 
-    def forward(self, input_ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, cache: Any = None, **options: Any) -> torch.Tensor:
         """The embeddings of `input_ids`.
 
         `input_ids` is `(batch, seq)`, any integer dtype and device; the result is `(batch, seq, embed_dim)`
         on the same device in the model's dtype. With a cache, the ids before this chunk come from it and the
-        last ones of this chunk are left in it, in the place and form in which transformers keeps them.
+        last ones of this chunk are left in it, in the place and form in which transformers keeps them. `options` are
+        those of the whole model's forward, which transformers hands on since 5.25: none concerns the rows.
         Raises `StoreError` once the tables are closed; for an id outside the vocabulary `TokenIdError`, or `StepError`
         where a worker or a GPU takes part; `ConnectionLostError` when that worker is lost; `UsageError` while a CUDA
         graph is captured.
