@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from ple_offload.errors import CheckpointError, StoreError
 from ple_offload.memory.mapping import HUGE_PAGE_BYTES
-from ple_offload.stores import FileStore, RamStore, Segment, Store
+from ple_offload.stores import FileStore, RamStore, Segment, Store, file
 
 ROW_BYTES = 160
 Open = Callable[[list[Segment]], Store]
@@ -144,6 +145,42 @@ def test_a_file_replaced_by_rename_keeps_serving_the_old_rows(tmp_path: Path) ->
     store.check()
     assert np.array_equal(read(store), table)
     store.close()
+
+
+def test_reads_are_advised_as_random_while_rows_come_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_reads = [1000]
+    monkeypatch.setattr(file, "_disk_reads", lambda: disk_reads[0])
+    segments, _ = write(tmp_path, [100, 100])
+    store = open_file(segments)
+
+    def checks_until_advice_is(random: bool) -> int:
+        for count in range(1, 2000):
+            store.check()
+            if advised_as_random() == [random, random]:
+                return count
+        raise AssertionError("the advice did not change")
+
+    assert advised_as_random() == [True, True]
+    for quiet in (100, 200, 400):
+        assert checks_until_advice_is(random=False) == quiet
+        disk_reads[0] += 4
+        store.check()
+        assert advised_as_random() == [False, False]
+        disk_reads[0] += 5
+        assert checks_until_advice_is(random=True) == 1
+    for _ in range(799):
+        store.check()
+    disk_reads[0] += 1
+    assert checks_until_advice_is(random=False) == 801
+    store.close()
+
+
+def advised_as_random() -> list[bool]:
+    """Of each map of a test's file."""
+    smaps = Path("/proc/self/smaps").read_text()
+    return ["rr" in flags.split() for flags in re.findall(r"\.bin$.*?^VmFlags:(.*?)$", smaps, re.MULTILINE | re.DOTALL)]
 
 
 def test_the_ram_tier_outlives_its_files(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ple_offload.errors import StoreError
 
 HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = mmap.PAGESIZE
-MADV_RANDOM = 1
+MADV_NORMAL, MADV_RANDOM = 0, 1
 MADV_COLLAPSE = 25  # Linux 6.1: put a range on huge pages now, whatever shmem_enabled says
 
 _PROT_NONE = 0

@@ -2,7 +2,11 @@
 
 Nothing is copied and nothing is written; every process on the host that maps the same files shares the one copy the kernel
 keeps, and the kernel may drop it under memory pressure, at the price of disk reads. Only the pages of the table's tensors
-are mapped, never whole files, and reads are advised as random: read-ahead would fetch hundreds of times the bytes used.
+are mapped, never whole files.
+
+While rows come from the disk, reads are advised as random: read-ahead would fetch thousands of times the bytes used. But
+Linux (since 6.3) does not count reads through such a map as use, so one large file that somebody copies would push the
+whole table out of memory. Once nothing has come from the disk for a while, the advice is withdrawn.
 
 A mapped file can change underneath: cut, it raises SIGBUS; rewritten in place, it gives other rows. `check` compares each
 file's size and modification time with those at opening. A file replaced by rename stays mapped as it was.
@@ -11,6 +15,7 @@ file's size and modification time with those at opening. A file replaced by rena
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +23,12 @@ from pathlib import Path
 
 from ple_offload.errors import StoreError
 from ple_offload.memory import sigbus
-from ple_offload.memory.mapping import MADV_RANDOM, PAGE_BYTES, Mapping
+from ple_offload.memory.mapping import MADV_NORMAL, MADV_RANDOM, PAGE_BYTES, Mapping
 from ple_offload.stores.base import Part, RowMap, Segment
 
 READ_BYTES = 16 << 20  # at a time, when the files are brought into memory
+QUIET_CHECKS, MOST_QUIET_CHECKS = 100, 10_000  # without a read of the disk, until the rows in use count as in memory
+FEW_DISK_READS = 4  # from one check to the next; what a passing shortage of memory costs
 
 
 class FileStore:
@@ -45,6 +52,7 @@ class FileStore:
         self._segments, self._row_bytes = tuple(segments), row_bytes
         self._files = {path: (fd, os.fstat(fd)) for path, fd in (files or {}).items()}
         self._mappings: list[Mapping] = []
+        self._disk_reads, self._quiet, self._patience = _disk_reads(), 0, QUIET_CHECKS
         try:
             addresses: dict[Segment, int] = {}
             for path in dict.fromkeys(segment.path for segment in segments):
@@ -137,6 +145,23 @@ class FileStore:
                     f"{opened.st_mtime_ns} ns, found {now.st_size} bytes modified at {now.st_mtime_ns} ns. Its rows cannot "
                     "be trusted; restore the file and open the table again. Replace files by rename, never in place."
                 )
+        self._advise_anew()
+
+    def _advise_anew(self) -> None:
+        """Random while rows come from the disk, else none. Each time that was too early, the next takes twice as long."""
+        before, self._disk_reads = self._disk_reads, _disk_reads()
+        reads = self._disk_reads - before
+        self._quiet = 0 if reads else self._quiet + 1
+        if self._advice == MADV_RANDOM and self._quiet >= self._patience:
+            self._advise(MADV_NORMAL)
+        elif self._advice == MADV_NORMAL and reads > FEW_DISK_READS:
+            self._patience = min(2 * self._patience, MOST_QUIET_CHECKS)
+            self._advise(MADV_RANDOM)
+
+    def _advise(self, advice: int) -> None:
+        self._advice = advice
+        for mapping in self._mappings:
+            mapping.advise(advice)
 
     def describe(self) -> dict[str, object]:
         return {
@@ -157,3 +182,8 @@ class FileStore:
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self.close()
+
+
+def _disk_reads() -> int:
+    """How often this process has waited for a page of a map from the disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
