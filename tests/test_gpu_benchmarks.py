@@ -409,6 +409,50 @@ def test_a_step_is_checked_and_timed_and_wrong_rows_are_not(tmp_path: Path) -> N
     assert "| lookup alone | staged | decode 2 " in text
 
 
+START = """
+import argparse, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
+import start
+from budget import Budget
+from record import Record
+
+start.WARM_ROWS = 100_000
+if __name__ == "__main__":
+    out = Path(sys.argv[2])
+    options = argparse.Namespace(budget=Budget(None), shards=out / "shards", rows=200_000, quick=True)
+    record = Record(out / "first.json")
+    start.run(options, record)
+    for shard in sorted((out / "shards").glob("table-2*/model-*"))[1:]:  # the first also holds the scale
+        data = shard.read_bytes()
+        shard.write_bytes(data[: len(data) // 4] + bytes(len(data) - len(data) // 4))
+    folders = [next((out / "shards").glob(f"table-{rows}*")) for rows in "21"]
+    with start.started(*(argparse.Namespace(folder=folder) for folder in folders)) as (_, found):
+        record.put(found, "zeroed")
+"""
+
+
+def test_a_start_is_timed_and_its_first_row_is_compared(tmp_path: Path) -> None:
+    """On the CPU; times are not looked at."""
+    pytest.importorskip("triton", reason="the benchmarks of a GPU import it")
+    (tmp_path / "drive.py").write_text(START)
+    command = [sys.executable, str(tmp_path / "drive.py"), str(FOLDER), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "first.json").read_text())
+    starts = [*found["warm"].values(), found["second"]["first"], found["second"]["second"], found["cold"]["start"]]
+    assert len(starts) == 5
+    for one in starts:
+        assert one["right"]
+        assert one["first_row_s"] == pytest.approx(one["open_s"] + one["connect_s"] + one["lookup_s"], abs=0.002)
+    assert found["cold"]["cached_share_before_start"] < 0.01
+    assert "failed" not in found
+    text = load_beside("tables").start({"machine": MACHINE, **found})
+    assert text.count("| yes |") == 5
+    assert not found["zeroed"]["right"]
+
+
 def test_a_decoder_is_as_wide_as_its_step_is_to_be_long() -> None:
     width_for = load_beside("decoder").width_for
     assert width_for(8e-3, lambda width: 1e-3 + width * 1e-7) == 69_888  # 70,000, to a multiple of 256
