@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from checkpoint import tiny
 from ple_offload import ForkError, MemoryLimitError, StoreError, Table, TokenIdError, UsageError, native, open_table
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.memory import limits
+from ple_offload.spec import fingerprint, inspect
 
 IDS = np.array([1, 7, 7, 3, 999, 0, 7, 12, 13, 14, 15, 900] * 5)
 STARTS = np.array([0, 1, 1, 20, 60])
@@ -346,6 +350,46 @@ def test_a_forked_child_is_told_to_open_its_own(table: Table, monkeypatch: pytes
     monkeypatch.setattr(native, "pid", 1)
     with pytest.raises(ForkError, match="open it again in the child"):
         table.lookup([1])
+
+
+def test_a_forked_child_closes_what_a_thread_of_its_parent_reads(table: Table) -> None:
+    table.lookup([1])
+    with table._lock:
+        table._users += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+            child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                table.close()
+                os._exit(0)
+            os._exit(1)
+        table._users -= 1
+    end_s = time.monotonic() + 5
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    table.lookup([1])  # the parent's is open
+
+
+def test_a_fingerprint_is_that_of_the_rows_that_are_open(tmp_path: Path, tier: str, stored: str) -> None:
+    folder, other = (
+        tiny.write(
+            tmp_path / str(seed),
+            {"a.safetensors": tiny.tensors(dtype=stored, data=tiny.table_bytes(tiny.ROWS, stored, seed))},
+        )
+        for seed in (1, 2)
+    )
+    identity, another = (fingerprint(inspect(path).table()) for path in (folder, other))
+    assert identity != another
+    with open_table(folder, tier=tier) as table:
+        assert table.fingerprint() == identity
+        (other / "a.safetensors").rename(folder / "a.safetensors")
+        assert fingerprint(inspect(folder).table()) == another
+        assert table.fingerprint() == identity
 
 
 def test_many_threads_share_one_table(table: Table) -> None:

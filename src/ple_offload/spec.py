@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +34,7 @@ from ple_offload.families import Family, FoundTable
 from ple_offload.formats.base import RowFormat, detect
 from ple_offload.stores.base import Segment
 
+FINGERPRINT_SAMPLES = 64
 _ACCEPTED = (
     "Accepted are shard_0.weight, shard_1.weight, ... or one weight, "
     "in BF16, F16 or F32, or in F8_E4M3 with a weight_scale"
@@ -107,22 +107,33 @@ class CheckpointSpec:
         return matching[0]
 
 
-def fingerprint(table: TableSpec, samples: int = 64, files: Mapping[Path, int] | None = None) -> str:
-    """A table's identity, from its rule, its shape and the bytes of `samples` rows spread over it; 32 hex digits.
+def fingerprint(table: TableSpec) -> str:
+    """A table's identity, from its rule, its shape and the bytes of rows spread over it; 32 hex digits.
 
     The same for any copy or packing of a table; another quantisation of the same model gives another one. Reads the
-    sampled rows from the files. files: descriptors to read through in the place of paths. Raises CheckpointError when they
-    cannot be read.
+    sampled rows from the files as they are now; `Table.fingerprint` is that of an open table. Raises CheckpointError when
+    they cannot be read.
     """
-    digest = hashlib.sha256(repr((table.family, table.format, table.layer, table.num_rows)).encode())
-    wanted = sorted({i * (table.num_rows - 1) // max(1, samples - 1) for i in range(samples)})
+    wanted, found = sampled_rows(table), []
     for segment in table.segments:
         inside = [row for row in wanted if 0 <= row - segment.first_row < segment.num_rows]
         if inside:
-            with open_file(segment.path) if files is None else nullcontext(files[segment.path]) as fd:
+            with open_file(segment.path) as fd:
                 for row in inside:
                     offset = segment.offset + (row - segment.first_row) * table.row_bytes
-                    digest.update(read_bytes(fd, segment.path, offset, table.row_bytes))
+                    found.append(read_bytes(fd, segment.path, offset, table.row_bytes))
+    return fingerprint_of(table, b"".join(found))
+
+
+def sampled_rows(table: TableSpec) -> list[int]:
+    """The row numbers that a fingerprint is made of, in order."""
+    return sorted({i * (table.num_rows - 1) // (FINGERPRINT_SAMPLES - 1) for i in range(FINGERPRINT_SAMPLES)})
+
+
+def fingerprint_of(table: TableSpec, rows: bytes) -> str:
+    """The fingerprint of a table whose `sampled_rows` hold these bytes."""
+    digest = hashlib.sha256(repr((table.family, table.format, table.layer, table.num_rows)).encode())
+    digest.update(rows)
     return digest.hexdigest()[:32]
 
 

@@ -29,7 +29,7 @@ from ple_offload.ipc.messages import LayerFacts
 from ple_offload.memory import sigbus
 from ple_offload.memory.limits import require_memory
 from ple_offload.progress import ByteProgress
-from ple_offload.spec import TableSpec, inspect
+from ple_offload.spec import TableSpec, fingerprint_of, inspect, sampled_rows
 from ple_offload.stores import FileStore, Part, RamStore, Store
 
 log = logging.getLogger(__name__)
@@ -169,6 +169,10 @@ class Table:
             self.tier,
         )
 
+    def fingerprint(self) -> str:
+        """`spec.fingerprint` of the rows that are open, whatever has become of the files since."""
+        return fingerprint_of(self.spec, self.gather(sampled_rows(self.spec), dtype="stored").tobytes())
+
     def parts(self) -> list[Part]:
         """What another process maps to read this table itself; StoreError when its rows can no longer be trusted."""
         self._next_check_s = 0.0  # look now
@@ -257,6 +261,9 @@ class Table:
 
     def close(self) -> None:
         """Wait for the lookups that are running, then release the memory; safe to call twice."""
+        if native.pid != self._pid:  # in a forked child nobody looks up, and a lock that another thread held stays so
+            self.store.close()
+            return
         with self._lock:
             self._failure = self._failure or "it was closed"
         with self._closing:  # of two threads that close, the second finds nothing left

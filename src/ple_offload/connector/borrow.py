@@ -20,7 +20,7 @@ from ple_offload.errors import CheckpointError, ConnectionLostError, ProtocolErr
 from ple_offload.formats.base import STORED_DTYPES, RowFormat, detect
 from ple_offload.ipc.channel import Channel
 from ple_offload.ipc.messages import PROTOCOL_VERSION, Borrow, Closing, Goodbye, LayerFacts, Lent, Refused
-from ple_offload.spec import TableSpec, fingerprint
+from ple_offload.spec import TableSpec
 from ple_offload.stores import LentStore, Part
 from ple_offload.stores.base import Segment
 from ple_offload.table import Table
@@ -71,13 +71,14 @@ class Borrowed:
             raise
         store = LentStore(lent.facts.tier, parts, spec.row_bytes, name=spec.name)
         try:
-            found = fingerprint(spec, files={part.segments[0].path: part.fd for part in parts})
+            table = Table(spec, store, threads=1)
+            found = table.fingerprint()
             if expected and found != expected:
                 raise ProtocolError(
                     f"{self.worker}: layer {layer}: expected the table with fingerprint {expected}, found {found} in what "
                     "it lends. The engine and the worker were given different checkpoints."
                 )
-            return Table(spec, store, threads=1)
+            return table
         except BaseException:
             store.close()
             raise

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ple_offload.connector.base import Inputs, PortSpec
 from ple_offload.connector.config import ConnectorConfig
 from ple_offload.errors import PleOffloadError, StepError, StoreError, UsageError
-from ple_offload.spec import fingerprint
 from ple_offload.table import Table
 
 
@@ -25,7 +24,7 @@ class InlineTransport:
         self._tables = [tables[port.layer] for port in ports]
         for table in self._tables:
             expected = config.fingerprints.get(table.spec.layer, "")
-            if expected and expected != (found := fingerprint(table.spec)):
+            if expected and expected != (found := table.fingerprint()):
                 raise UsageError(
                     f"layer {table.spec.layer}: expected the table with fingerprint {expected}, found {found}. "
                     "The engine and the table were given different checkpoints."

@@ -57,7 +57,6 @@ from ple_offload.memory import memfd, sigbus
 from ple_offload.memory.mapping import Mapping
 from ple_offload.metrics import Sample, samples
 from ple_offload.profiling import span
-from ple_offload.spec import fingerprint
 from ple_offload.table import Table
 from ple_offload.worker.device import Devices
 from ple_offload.worker.lending import lend
@@ -116,7 +115,7 @@ class PleOffloadWorker:
         for table in (table for checkpoint in served for table in checkpoint.tables.values()):
             for output in OUTPUTS:  # now: compiling takes a second or two, in which nobody would be served
                 table.prepare(output)
-        self._fingerprints = {id(t): fingerprint(t.spec) for s in served for t in s.tables.values()}
+        self._fingerprints = {id(t): t.fingerprint() for s in served for t in s.tables.values()}
         self._allow_uids = allow_uids
         self._log_path = log_path
         self._epoll = select.epoll()
