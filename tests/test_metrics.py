@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import socket
 import sys
+import threading
+import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ple_offload.errors import UsageError
 from ple_offload.metrics import HELP, LayerCounters, Sample, SessionCounters, samples
+from ple_offload.worker import exporter as exporter_module
 from ple_offload.worker.exporter import Exporter, parse_listen_address
 
 AWKWARD = 'a "quoted" \\ name\nof two lines, é'
@@ -42,6 +47,23 @@ def test_what_is_exported_is_what_was_counted() -> None:
             assert found == {(name, frozenset(labels.items())): value for name, labels, value in every()}
             layers[1].steps += 41
             session.queue_s = 1e9 / 3
+
+
+def test_a_connection_that_asks_for_nothing_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exporter_module, "REQUEST_S", 0.2)
+    threads = threading.active_count()
+    with Exporter(list, ":0") as exporter:
+        place = urllib.parse.urlsplit(exporter.url)
+        with socket.create_connection((place.hostname, place.port), timeout=10) as silent:
+            scrape(exporter.url)
+            assert silent.recv(1) == b""
+    end_s = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    assert capsys.readouterr() == ("", "")
 
 
 def test_every_counter_has_its_help() -> None:

@@ -6,6 +6,7 @@ Engines write their inputs as `tests/engine.py` does: int64 ids, int32 starts, a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -59,6 +60,28 @@ def worker_thread(*served: Served) -> Iterator[tuple[PleOffloadWorker, str]]:
         worker.stop("the test is over")
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_a_worker_whose_last_descriptor_another_thread_took_goes_on(
+    made: dict[str, Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with contextlib.ExitStack() as stack:
+        one = served(made["one"], stack)
+        worker, address = stack.enter_context(worker_thread(one))
+        with monkeypatch.context() as patch:
+            patch.setattr("ple_offload.worker.server.os.open", refuse)
+            for _ in range(3):
+                worker._accept(Full())  # type: ignore[arg-type]
+        worker._accept(Full())  # type: ignore[arg-type]
+        assert Path(f"/proc/self/fd/{worker._spare_fd}").readlink() == Path(os.devnull)
+        Rank.of(made["one"], address).close()
 
 
 @pytest.fixture

@@ -98,6 +98,11 @@ class Mapping:
             return self._length
         return int(np.count_nonzero(pages & 1 == 0)) * PAGE_BYTES
 
+    def is_in_memory(self, offset: int) -> bool:
+        """Whether the page at a page-aligned offset is in memory, as mincore tells."""
+        page = ctypes.c_uint8()
+        return not _libc.mincore(self.address + offset, PAGE_BYTES, ctypes.addressof(page)) and bool(page.value & 1)
+
     def close(self) -> None:
         if self.address:
             _libc.munmap(self.address, self._length)

@@ -7,6 +7,7 @@ SWITCH_S instead of Python's 5 ms.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -23,7 +24,10 @@ except ImportError as error:
         "--metrics needs prometheus_client, not installed here: pip install 'ple-offload[metrics]'"
     ) from error
 
+log = logging.getLogger(__name__)
+
 SWITCH_S = 0.0005
+REQUEST_S = 10.0  # for a request to come
 LOOPBACK = "127.0.0.1"
 
 
@@ -53,6 +57,10 @@ class Exporter:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             raise UsageError(f"--metrics {address}: cannot listen there: {error}. Choose another address.") from error
+        # A connection that asks for nothing would keep a descriptor and a thread of the worker.
+        handler = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": REQUEST_S})  # type: ignore[arg-type]
+        self._server.handle_error = _tell  # type: ignore[assignment]
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._server.server_port}/metrics"
         self._before_s = sys.getswitchinterval()
@@ -71,6 +79,11 @@ class Exporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _tell(request: object, peer: object) -> None:
+    """Of an error that a request ended with, as when it did not come in time."""
+    log.info("metrics for %s: not answered", peer, exc_info=True)
 
 
 class _Collector(Collector):

@@ -246,7 +246,8 @@ class PleOffloadWorker:
         self._epoll.close()
         self._heartbeat_map.close()
         os.close(self._heartbeat_fd)
-        os.close(self._spare_fd)
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
 
     # ---- connections ----------------------------------------------------------------------------------------------
 
@@ -257,12 +258,13 @@ class PleOffloadWorker:
             if error.errno not in (errno.EMFILE, errno.ENFILE):  # else: the client has gone
                 return
             # Left waiting it would wake the loop for ever: give up the spare descriptor to answer it.
-            os.close(self._spare_fd)
-            try:
-                with contextlib.suppress(OSError):
-                    channel = Channel(listener.accept()[0], "client")
-                    self._refuse(channel, "the worker has no descriptor left. Raise its limit (ulimit -n).")
-            finally:
+            if self._spare_fd >= 0:
+                os.close(self._spare_fd)
+                self._spare_fd = -1
+            with contextlib.suppress(OSError):
+                channel = Channel(listener.accept()[0], "client")
+                self._refuse(channel, "the worker has no descriptor left. Raise its limit (ulimit -n).")
+            with contextlib.suppress(OSError):  # another thread, of the metrics, may have taken it
                 self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             return
         uid = peer_uid(sock)
