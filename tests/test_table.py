@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 import ple_offload
 from checkpoint import tiny
 from ple_offload import ForkError, MemoryLimitError, StoreError, Table, TokenIdError, UsageError, native, open_table
+from ple_offload import table as table_module
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.memory import limits
 from ple_offload.spec import fingerprint, inspect
@@ -355,7 +357,7 @@ def test_a_forked_child_is_told_to_open_its_own(table: Table, monkeypatch: pytes
 def test_a_forked_child_closes_what_a_thread_of_its_parent_reads(table: Table) -> None:
     table.lookup([1])
     with table._lock:
-        table._users += 1
+        table._users["a thread's"] = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
             child = os.fork()
@@ -364,7 +366,7 @@ def test_a_forked_child_closes_what_a_thread_of_its_parent_reads(table: Table) -
                 table.close()
                 os._exit(0)
             os._exit(1)
-        table._users -= 1
+        table._users.clear()
     end_s = time.monotonic() + 5
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -373,6 +375,37 @@ def test_a_forked_child_closes_what_a_thread_of_its_parent_reads(table: Table) -
         os.waitpid(child, 0)
     assert ended == (child, 0)
     table.lookup([1])  # the parent's is open
+
+
+def test_an_interrupted_lookup_does_not_keep_a_table_open(table: Table) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    rng = np.random.default_rng(0)
+    try:
+        for after_s in rng.uniform(1e-4, 8e-4, 300):
+            with contextlib.suppress(Interrupt):
+                signal.setitimer(signal.ITIMER_VIRTUAL, after_s)
+                while True:
+                    table.gather([1])
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+    assert not table._users
+
+
+def test_a_table_is_not_closed_under_a_lookup_that_does_not_end(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "CLOSE_LIMIT_S", 0.05)
+    table._users["a thread's"] = None
+    with pytest.raises(StoreError, match=r"1 lookups have not ended after 0\.05 s"):
+        table.close()
+    assert table.store.rows.bases.size
+    ctypes.string_at(int(table.store.rows.bases[0]), 1)  # still mapped
+    table._users.clear()
+    table.close()
 
 
 def test_a_fingerprint_is_that_of_the_rows_that_are_open(tmp_path: Path, tier: str, stored: str) -> None:

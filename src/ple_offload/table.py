@@ -42,6 +42,7 @@ OVERHEAD_BYTES = 64 << 20
 ROW_US = {"ram": 0.05, "file": 0.1}
 HASH_US = 0.04  # one thread computes the 16 row numbers of a token in about this time; used in the same way
 CHECK_INTERVAL_S = 0.1
+CLOSE_LIMIT_S = 60.0
 
 
 def open_table(
@@ -121,7 +122,7 @@ class Table:
         self._gathers: dict[str, Gather] = {}
         self._pid = native.pid
         self._failure: str | None = None
-        self._users = 0  # lookups running now; close waits for them
+        self._users: dict[object, None] = {}  # one key for each lookup that is running; close waits for them
         self._lock = threading.Lock()  # of the two above
         self._closing = threading.Lock()
         self._next_check_s = 0.0
@@ -176,11 +177,12 @@ class Table:
     def parts(self) -> list[Part]:
         """What another process maps to read this table itself; StoreError when its rows can no longer be trusted."""
         self._next_check_s = 0.0  # look now
-        self._enter()
+        user = object()
         try:
+            self._enter(user)
             return self.store.parts()
         finally:
-            self._leave()
+            self._users.pop(user, None)
 
     # ---- lookups --------------------------------------------------------------------------------------------------
 
@@ -256,18 +258,30 @@ class Table:
 
     def check(self) -> None:
         """Raise StoreError when the rows can no longer be trusted, for readers that do without `gather` and `lookup`."""
-        self._enter()
-        self._leave()
+        user = object()
+        try:
+            self._enter(user)
+        finally:
+            self._users.pop(user, None)
 
     def close(self) -> None:
-        """Wait for the lookups that are running, then release the memory; safe to call twice."""
+        """Wait for the lookups that are running, then release the memory; safe to call twice.
+
+        Raises StoreError, and keeps the memory, when a lookup has not ended after CLOSE_LIMIT_S (a disk that hangs).
+        """
         if native.pid != self._pid:  # in a forked child nobody looks up, and a lock that another thread held stays so
             self.store.close()
             return
         with self._lock:
             self._failure = self._failure or "it was closed"
         with self._closing:  # of two threads that close, the second finds nothing left
+            end_s = time.monotonic() + CLOSE_LIMIT_S
             while self._users:
+                if time.monotonic() > end_s:
+                    raise StoreError(
+                        f"table {self.spec.name} cannot be closed: {len(self._users)} lookups have not ended after "
+                        f"{CLOSE_LIMIT_S:g} s. Does the disk of {self.spec.segments[0].path} answer?"
+                    )
                 time.sleep(0.001)
             self.store.close()
 
@@ -349,8 +363,9 @@ class Table:
         """
         gather = self._gathers.get(name) or self._gather_to(name)
         values = out.reshape(rows.size if readers is None else readers.total, self._row_of(name)[0])
-        faults = self._enter()
+        user = object()
         try:
+            faults = self._enter(user)
             if readers is not None:
                 readers.shared[FAULTS_BEFORE] = faults
             if rows.size < self.parallel_rows:
@@ -358,8 +373,8 @@ class Table:
             else:
                 with native.parallel_turn(self.threads) as shares:
                     bad = gather.run(rows, values, shares, readers)
-        finally:
-            self._leave()
+        finally:  # from `user` on: an interrupt, as of Ctrl-C, may come between any two lines
+            self._users.pop(user, None)
         if bad == FAULTED or (sigbus.count() != faults and self.tier == "file"):
             self._fail(
                 "a page of its file was gone when it was read (the file was cut, or the disk failed). Restore the file and "
@@ -374,8 +389,11 @@ class Table:
         at = self.store.rows
         return self._gathers.setdefault(name, Gather(self.spec.format, at.bases, at.starts, at.step, name))
 
-    def _enter(self) -> int:
-        """Begin a read of the store; raises when the table can no longer be read. Returns the faults so far."""
+    def _enter(self, user: object) -> int:
+        """Begin a read of the store; raises when the table can no longer be read. Returns the faults so far.
+
+        `user` is among the users then, whom the caller takes out again.
+        """
         if native.pid != self._pid:  # asked here, so that the name is not put together in every lookup
             native.check_not_forked(self._pid, f"table {self.spec.name}")
         with self._lock:
@@ -387,7 +405,7 @@ class Table:
                     self._failure = str(error)
             if self._failure is not None:
                 raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
-            self._users += 1
+            self._users[user] = None
         return sigbus.count()
 
     def _fail(self, reason: str) -> NoReturn:
@@ -395,10 +413,6 @@ class Table:
         with self._lock:
             self._failure = self._failure or reason
         raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
 
     def _row_of(self, name: str) -> tuple[int, np.dtype[Any]]:
         """Elements and dtype of one row as delivered."""
