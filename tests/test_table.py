@@ -20,7 +20,17 @@ import pytest
 
 import ple_offload
 from checkpoint import tiny
-from ple_offload import ForkError, MemoryLimitError, StoreError, Table, TokenIdError, UsageError, native, open_table
+from ple_offload import (
+    CheckpointError,
+    ForkError,
+    MemoryLimitError,
+    StoreError,
+    Table,
+    TokenIdError,
+    UsageError,
+    native,
+    open_table,
+)
 from ple_offload import table as table_module
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.memory import limits
@@ -406,6 +416,44 @@ def test_a_table_is_not_closed_under_a_lookup_that_does_not_end(table: Table, mo
     ctypes.string_at(int(table.store.rows.bases[0]), 1)  # still mapped
     table._users.clear()
     table.close()
+
+
+@pytest.mark.parametrize("change", ["replaced", "rewritten"])
+def test_a_file_that_changes_before_its_rows_are_opened_is_refused(
+    tmp_path: Path, tier: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The offsets would be those of the old header."""
+    folder = tiny.write(tmp_path / "old", {"a.safetensors": tiny.tensors()})
+    other = tiny.write(tmp_path / "new", {"a.safetensors": {"first": ("U8", bytes(40), (40,)), **tiny.tensors()}})
+
+    def inspect_then_change(path: Path) -> Any:
+        spec = inspect(path)
+        if change == "replaced":
+            (other / "a.safetensors").rename(folder / "a.safetensors")
+        else:
+            os.utime(folder / "a.safetensors", ns=(1, 1))  # as a write does, if not in the same tick
+        return spec
+
+    monkeypatch.setattr(table_module, "inspect", inspect_then_change)
+    with pytest.raises(
+        CheckpointError, match=r"a\.safetensors: changed while its table was opened.*then open the table"
+    ):
+        open_table(folder, tier=tier)
+    monkeypatch.undo()
+    open_table(folder, tier=tier).close()
+
+
+def test_a_file_that_changes_while_it_is_read_into_memory_is_refused(tmp_path: Path) -> None:
+    folder = tiny.write_default(tmp_path)
+    path = inspect(folder).table().segments[0].path
+
+    def change(num_bytes: int) -> None:
+        os.utime(path, ns=(1, 1))
+
+    with pytest.raises(
+        CheckpointError, match=r"changed while its table was opened: expected .* found .* modified at 1 ns"
+    ):
+        open_table(folder, tier="ram", progress=change)
 
 
 def test_a_fingerprint_is_that_of_the_rows_that_are_open(tmp_path: Path, tier: str, stored: str) -> None:

@@ -312,7 +312,7 @@ def _segments(parts: list[StoredTensor]) -> tuple[Segment, ...]:
     first_row = 0
     for part in parts:
         if part.shape[0]:  # a table of few rows cut into many shards leaves the last ones empty
-            segments.append(Segment(part.path, part.offset, first_row, part.shape[0]))
+            segments.append(Segment(part.path, part.offset, first_row, part.shape[0], part.stamp))
         first_row += part.shape[0]
     return tuple(segments)
 

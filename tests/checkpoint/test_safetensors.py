@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from checkpoint import tiny
+from ple_offload.checkpoint.reader import Stamp
 from ple_offload.checkpoint.safetensors import StoredTensor, read_header
 from support import write_safetensors
 
@@ -24,9 +25,10 @@ def test_places_are_absolute(tmp_path: Path) -> None:
     )
     path = _write(tmp_path / "t.safetensors", header, bytes(14))
     start = 8 + len(header)
+    stamp = Stamp(start + 14, path.stat().st_mtime_ns)
     assert read_header(path) == {
-        "b": StoredTensor("b", "I64", (1,), path, start + 6, 8),
-        "a": StoredTensor("a", "U8", (2, 3), path, start, 6),
+        "b": StoredTensor("b", "I64", (1,), path, start + 6, 8, stamp),
+        "a": StoredTensor("a", "U8", (2, 3), path, start, 6, stamp),
     }
 
 

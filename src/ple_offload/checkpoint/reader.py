@@ -31,14 +31,40 @@ _pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long
 _pread.restype = ctypes.c_ssize_t
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a file's bytes are known by: they count as the same as long as this is."""
+
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> Stamp:
+        found = os.fstat(fd)
+        return cls(found.st_size, found.st_mtime_ns)
+
+    def require(self, fd: int, path: Path) -> None:
+        """Raise CheckpointError when the file behind `fd` has another stamp by now. `path` is for the message."""
+        if (found := Stamp.of(fd)) != self:
+            raise CheckpointError(
+                f"{path}: changed while its table was opened: expected {self.num_bytes} bytes modified at "
+                f"{self.modified_ns} ns, found {found.num_bytes} bytes modified at {found.modified_ns} ns. "
+                "Wait until the copy or download has ended, then open the table again."
+            )
+
+
 @dataclass(frozen=True)
 class ReadJob:
-    """`num_bytes` bytes of `path` from `offset` on go to memory at `address`; the caller keeps it mapped."""
+    """`num_bytes` bytes of `path` from `offset` on go to memory at `address`; the caller keeps it mapped.
+
+    stamp: the file's when its header was read; None: whatever it has.
+    """
 
     path: Path
     offset: int
     num_bytes: int
     address: int
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True)
@@ -71,14 +97,18 @@ def read_into(
 
     `drop_cache` frees the page cache of each slice after it was read.
 
-    Raises CheckpointError when a file cannot be opened or read, or ends too early; an error of a callback is
-    passed on. The first error stops all threads; the contents of the memory mean nothing then.
+    Raises CheckpointError when a file cannot be opened or read, ends too early, or changes meanwhile; an error of a
+    callback is passed on. The first error stops all threads; the contents of the memory mean nothing then.
     """
     if threads < 1:
         raise UsageError(f"threads: expected at least 1, found {threads}")
     with ExitStack() as files:
         paths = dict.fromkeys(job.path for job in jobs)
         fds = {path: files.enter_context(open_file(path)) for path in paths}
+        stamps = {path: Stamp.of(fd) for path, fd in fds.items()}
+        for job in jobs:
+            if job.stamp is not None:
+                job.stamp.require(fds[job.path], job.path)
         slices = _slices([_Piece(job.path, fds[job.path], job.offset, job.num_bytes, job.address) for job in jobs])
         lock = threading.Lock()
         errors: list[BaseException] = []
@@ -118,6 +148,8 @@ def read_into(
                     errors.append(error)
         if errors:
             raise errors[0]
+        for path, stamp in stamps.items():
+            stamp.require(fds[path], path)
         if drop_cache:
             # A page that two pieces share is only dropped when both have been read.
             for job in jobs:

@@ -12,7 +12,6 @@ asking.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ple_offload.checkpoint import strict_json
-from ple_offload.checkpoint.reader import open_file, read_bytes
+from ple_offload.checkpoint.reader import Stamp, open_file, read_bytes
 from ple_offload.checkpoint.strict_json import shown
 from ple_offload.errors import CheckpointError
 
@@ -42,7 +41,10 @@ _AGAIN = "The file is damaged or incomplete: download it again."
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies. `dtype` as safetensors spells it; `offset` in bytes from the file's start."""
+    """Where one tensor lies. `dtype` as safetensors spells it; `offset` in bytes from the file's start.
+
+    stamp: the file's when its header was read.
+    """
 
     name: str
     dtype: str
@@ -50,6 +52,7 @@ class StoredTensor:
     path: Path
     offset: int
     num_bytes: int
+    stamp: Stamp
 
 
 def read_header(path: str | Path) -> dict[str, StoredTensor]:
@@ -60,7 +63,8 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
     """
     path = Path(path)
     with open_file(path) as fd:
-        file_bytes = os.fstat(fd).st_size
+        stamp = Stamp.of(fd)
+        file_bytes = stamp.num_bytes
         if file_bytes < 8:
             raise CheckpointError(f"{path}: expected a safetensors file, found {file_bytes} bytes. {_AGAIN}")
         start = read_bytes(fd, path, 0, 8)
@@ -81,12 +85,12 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
     header = strict_json.parse_object(raw, f"{path}: header")
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
-    tensors = {name: _stored_tensor(path, name, entry, data_start) for name, entry in header.items()}
+    tensors = {name: _stored_tensor(path, name, entry, data_start, stamp) for name, entry in header.items()}
     _check_cover(path, tensors, data_start, file_bytes)
     return tensors
 
 
-def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+def _stored_tensor(path: Path, name: str, entry: Any, data_start: int, stamp: Stamp) -> StoredTensor:
     where = f"{path}: tensor {shown(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         found = sorted(entry) if isinstance(entry, dict) else entry
@@ -113,7 +117,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
                 f"{where}: data_offsets: expected {bits / 8:,.15g} bytes for {dtype} {shown(shape)}, "
                 f"found {num_bytes:,}. {_AGAIN}"
             )
-    return StoredTensor(name, dtype, tuple(shape), path, data_start + span[0], num_bytes)
+    return StoredTensor(name, dtype, tuple(shape), path, data_start + span[0], num_bytes, stamp)
 
 
 def _are_sizes(value: Any) -> bool:

@@ -15,15 +15,21 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ple_offload.checkpoint.reader import Stamp
+
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows [first_row, first_row + num_rows) of a table lie in `path`, in order, from byte `offset` on."""
+    """Rows [first_row, first_row + num_rows) of a table lie in `path`, in order, from byte `offset` on.
+
+    stamp: the file's when its header was read; None where nobody read one.
+    """
 
     path: Path
     offset: int
     first_row: int
     num_rows: int
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True)

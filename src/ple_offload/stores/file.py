@@ -79,6 +79,8 @@ class FileStore:
         addresses: dict[Segment, int] = {}
         waiting: list[Segment] = []
         for segment in sorted(segments, key=lambda s: s.offset):
+            if segment.stamp is not None:
+                segment.stamp.require(fd, path)
             end = segment.offset + segment.num_rows * row_bytes
             if end > size:
                 raise StoreError(

@@ -48,6 +48,7 @@ class RamStore:
                             s.offset,
                             s.num_rows * row_bytes,
                             writable.address + s.first_row * row_bytes,
+                            s.stamp,
                         )
                         for s in segments
                     ],
