@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from connector.rig import Made, Rank, random_inputs
+from checkpoint import tiny
+from connector.rig import Made, Rank, make, random_inputs
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector, registry
 from ple_offload.connector.config import Limits
 from ple_offload.errors import ConnectionLostError, PleOffloadError, ProtocolError, UsageError
@@ -195,6 +196,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"staging": "fast"}, "staging: expected one of auto, async, mirror, found 'fast'"),
     ({"request": "ids"}, "request: expected one of tokens, rows"),
     ({"output": "bf16"}, "output: expected one of stored, values"),
+    ({"dp_size": "2"}, "dp_size: expected an integer from 1 to 1024, found '2'"),
+    ({"session": None}, "session: expected a name of 1 to 200 characters, found None"),
     ({"dp_rank": 2, "dp_size": 2}, "dp_rank: expected an integer from 0 to 1, found 2"),
     ({"tp_rank": -1}, "tp_rank: expected an integer from 0 to 0, found -1"),
     ({"max_concurrent_batches": 0}, "max_concurrent_batches: expected an integer from 1 to 64"),
@@ -277,6 +280,49 @@ def test_a_connector_whose_reconnect_failed_says_so_and_touches_nothing(made: di
     one.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ple_embed_dim": 128},
+        {"ple_embed_dim": 32},
+        {"ngram_vocab_size_base": 30},
+        {"ngram_size": 5, "heads_per_ngram": 1},
+        {"ngram_size": 2, "heads_per_ngram": 4},
+        {"vocab_size": 900},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("output", ["stored", "values"])
+def test_a_worker_with_another_table_is_refused_by_reconnect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int], output: str
+) -> None:
+    """Buffers are sized for the first one's rows."""
+    right = make(tmp_path / "right" / "it")
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny, "CONFIG", {**tiny.CONFIG, **change})
+        patch.setattr(tiny, "ROW_DIM", tiny.CONFIG["ple_embed_dim"] // 4)
+        wrong = make(tmp_path / "wrong" / "it")
+    inputs = random_inputs(np.random.default_rng(0), 20, 3)
+    with (
+        SpawnedWorker(right.path, tier="file", threads=1) as first,
+        SpawnedWorker(wrong.path, tier="file", threads=1) as second,
+    ):
+        one = Rank.of(right, first.address, output=output)
+        assert one.right(one.run(inputs), inputs)
+        for _ in range(2):
+            with pytest.raises(
+                (UsageError, ProtocolError),  # of the worker, where the rows that travel would not fit
+                match=r"layer 1: expected the table of the first connection again|expected a region of \d+ bytes",
+            ):
+                one.connector.reconnect(second.address)
+            for call in (lambda: one.prepare(inputs), lambda: one.run(inputs)):
+                with pytest.raises(PleOffloadError):
+                    call()
+        one.connector.reconnect(first.address)
+        assert one.right(one.run(inputs), inputs)
+        one.close()
+
+
 def test_connections_leave_no_descriptors_maps_or_threads(made: dict[str, Made], worker: SpawnedWorker) -> None:
     def held(pid: int) -> tuple[int, int, int]:
         proc = Path(f"/proc/{pid}")
@@ -310,7 +356,8 @@ def test_connections_leave_no_descriptors_maps_or_threads(made: dict[str, Made],
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from connector.rig import Made, Rank, random_inputs
+from checkpoint import tiny
+from connector.rig import Made, Rank, make, random_inputs
 import numpy as np
 one = Rank.of(Made(Path(sys.argv[1]), {1: b"", 3: b""}), sys.argv[2], session="exit")
 one.run(random_inputs(np.random.default_rng(0), 20, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ pytest.importorskip(
 )
 
 import ple_offload  # noqa: E402
+from ple_offload.connector.config import Limits  # noqa: E402
 from ple_offload.engines import tables as module  # noqa: E402
 from ple_offload.engines import transformers as engine  # noqa: E402
 from ple_offload.engines.remote import RemoteTables  # noqa: E402
@@ -165,6 +167,44 @@ def test_buffers_outlive_inference_mode(worker: SpawnedWorker, checkpoint: Path)
     with torch.inference_mode(), torch.device("meta"):
         first = tables.lookup(1, IDS, CONTEXT, BF16)
     assert torch.equal(first, tables.lookup(1, IDS, CONTEXT, BF16))
+    tables.close()
+
+
+@pytest.mark.parametrize("place", ["release", "append", "popleft", "release_outputs"])
+def test_an_interrupted_lookup_leaves_the_next_one_whole(worker: SpawnedWorker, checkpoint: Path, place: str) -> None:
+    """As by Ctrl-C, between the lines that count a step and those that give it back."""
+
+    def once(owner: Any, name: str, before: bool) -> None:
+        right = getattr(owner, name)
+
+        def interrupted(*arguments: Any) -> None:
+            if owner is not flight:
+                setattr(owner, name, right)
+            if not before:
+                right(*arguments)
+            raise KeyboardInterrupt
+
+        setattr(owner, name, interrupted)
+
+    class Flight(deque[Any]):
+        """Takes attributes, which a deque does not."""
+
+    ids, context = torch.tensor([[1, 2, 3]]), torch.full((1, 2), 7)
+    tables = RemoteTables(ple_offload.inspect(checkpoint), worker.address, limits=Limits(hard_cap_s=5))
+    expected = tables.lookup(1, ids, context, torch.bfloat16)
+    connector = tables.connectors[0]
+    flight = Flight()
+    if place in ("append", "popleft"):
+        connector._flight = flight
+        once(flight, place, before=False)
+    else:
+        once(connector._transport if place == "release" else connector, place, before=True)
+    with pytest.raises(KeyboardInterrupt):
+        tables.lookup(1, ids, context, torch.bfloat16)
+    if place in ("append", "popleft"):
+        connector._flight = deque(flight)
+    for _ in range(3):
+        assert torch.equal(tables.lookup(1, ids, context, torch.bfloat16), expected)
     tables.close()
 
 

@@ -30,10 +30,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if not 0 <= getattr(self, item.name) <= MAX_LIMIT_S:
-                raise UsageError(
-                    f"Limits.{item.name}: expected 0 to {MAX_LIMIT_S} seconds, found {getattr(self, item.name)!r}."
-                )
+            value = getattr(self, item.name)
+            if not isinstance(value, int | float) or not 0 <= value <= MAX_LIMIT_S:
+                raise UsageError(f"Limits.{item.name}: expected 0 to {MAX_LIMIT_S} seconds, found {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -91,15 +90,18 @@ class ConnectorConfig:
             ("max_num_reqs", 1, 1 << 22),
             ("dp_size", 1, 1024),
             ("tp_size", 1, 1024),
-            ("dp_rank", 0, self.dp_size - 1),
-            ("tp_rank", 0, self.tp_size - 1),
             ("max_concurrent_batches", 1, 64),
             ("worker_id", -1, 1 << 20),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise UsageError(f"{name}: expected an integer from {low} to {high}, found {value!r}.")
-        if not 1 <= len(self.session) <= 200:
+            self._require(name, low, high)
+        self._require("dp_rank", 0, self.dp_size - 1)
+        self._require("tp_rank", 0, self.tp_size - 1)
+        if not isinstance(self.session, str) or not 1 <= len(self.session) <= 200:
             raise UsageError(f"session: expected a name of 1 to 200 characters, found {self.session!r}.")
         if self.worker_id < 0:
             object.__setattr__(self, "worker_id", self.dp_rank * self.tp_size + self.tp_rank)
+
+    def _require(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise UsageError(f"{name}: expected an integer from {low} to {high}, found {value!r}.")

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from ple_offload import native
 from ple_offload.connector import registry
@@ -141,7 +142,8 @@ class PleOffloadConnector:
             raise UsageError(f"route {config.route!r}: expected device 'cuda', found 'cpu'.")
         self._transport = self._connect()
         try:
-            facts = {port.layer: fact for port, fact in zip(ports, self._transport.facts, strict=True)}
+            self._first_facts = self._transport.facts
+            facts = {port.layer: fact for port, fact in zip(ports, self._first_facts, strict=True)}
             for port in ports:
                 check_width(port, facts[port.layer].rows_per_token * facts[port.layer].row_dim)
             context_len = next(iter(facts.values())).context_len
@@ -363,11 +365,11 @@ class PleOffloadConnector:
     def _release_up_to(self, number: int) -> None:
         """Tell the transport that every step up to `number` is consumed, or was never published."""
         if number > self._released:
-            self._released = number
             if self._route is not None:
                 self._route.release(number)
             else:
                 self._transport.release(number)
+            self._released = number  # last: interrupted before, as by Ctrl-C, it is told again
 
     def start(
         self, index: int, ids: torch.Tensor, query_start_loc: torch.Tensor | None, ngram_context: torch.Tensor | None
@@ -410,6 +412,9 @@ class PleOffloadConnector:
         Every rank of a session that lost its worker reconnects, and every rank of a DP group that lost one. Step numbers go
         on, from the highest that any rank of the group has counted. On a GPU, graphs captured before hold the old buffers'
         addresses: capture them again.
+
+        Raises what the constructor raises, and UsageError for a table of another shape or rule than before; one of the same
+        shape and rule is told apart by `config.fingerprints` alone.
         """
         if self._closed:
             raise UsageError("the connector is closed.")
@@ -424,6 +429,13 @@ class PleOffloadConnector:
         self._unreported = None
         self._released = 0
         self._transport = self._connect()
+        for port, old, new in zip(self._ports, self._first_facts, self._transport.facts, strict=True):
+            if structs.replace(new, tier=old.tier) != old:
+                self._disconnect()
+                raise UsageError(
+                    f"layer {port.layer}: expected the table of the first connection again, found another one:\n"
+                    f"  {old}\n  {new}\nReconnect to a worker that serves the same checkpoint, or make a new connector."
+                )
 
     def _disconnect(self) -> None:
         if native.pid != self._pid:  # in a forked child: what is on a device, and what waits there, is the parent's

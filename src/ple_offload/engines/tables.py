@@ -295,8 +295,9 @@ class _Client:
         tokens.copy_(ids.reshape(-1))
         starts.copy_(torch.arange(num_reqs + 1, device=self._device) * width)
         before.copy_(context)
-        step = self.connector.prepare_forward(num_reqs, num_tokens)
+        self.connector.release_outputs()  # of a step that an interrupt, as of Ctrl-C, left in flight
         try:
+            step = self.connector.prepare_forward(num_reqs, num_tokens)
             hidden = torch.empty((num_tokens, 0), device=self._device)
             rows = [layer(hidden, tokens, starts, before) for layer in self._layers]
             if self._stream is not None:
