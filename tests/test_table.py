@@ -367,7 +367,7 @@ def test_a_forked_child_is_told_to_open_its_own(table: Table, monkeypatch: pytes
 def test_a_forked_child_closes_what_a_thread_of_its_parent_reads(table: Table) -> None:
     table.lookup([1])
     with table._lock:
-        table._users["a thread's"] = None
+        table._users["a thread's"] = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
             child = os.fork()
@@ -407,9 +407,17 @@ def test_an_interrupted_lookup_does_not_keep_a_table_open(table: Table) -> None:
     assert not table._users
 
 
+def test_a_signal_handler_that_closes_in_the_middle_of_a_lookup_is_told(table: Table) -> None:
+    table._users["interrupted"] = threading.get_ident()
+    with pytest.raises(UsageError, match="closed in the middle of a lookup of the same thread"):
+        table.close()
+    table._users.clear()
+    table.lookup([1])
+
+
 def test_a_table_is_not_closed_under_a_lookup_that_does_not_end(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "CLOSE_LIMIT_S", 0.05)
-    table._users["a thread's"] = None
+    table._users["a thread's"] = 0
     with pytest.raises(StoreError, match=r"1 lookups have not ended after 0\.05 s"):
         table.close()
     assert table.store.rows.bases.size

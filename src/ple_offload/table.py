@@ -122,8 +122,8 @@ class Table:
         self._gathers: dict[str, Gather] = {}
         self._pid = native.pid
         self._failure: str | None = None
-        self._users: dict[object, None] = {}  # one key for each lookup that is running; close waits for them
-        self._lock = threading.Lock()  # of the two above
+        self._users: dict[object, int] = {}  # the thread of each lookup that is running; close waits for them
+        self._lock = threading.Lock()  # of the check of the store
         self._closing = threading.Lock()
         self._next_check_s = 0.0
         # rows from which a parallel gather pays: sharing must save more time than the waking takes
@@ -267,13 +267,18 @@ class Table:
     def close(self) -> None:
         """Wait for the lookups that are running, then release the memory; safe to call twice.
 
-        Raises StoreError, and keeps the memory, when a lookup has not ended after CLOSE_LIMIT_S (a disk that hangs).
+        Raises StoreError, and keeps the memory, when a lookup has not ended after CLOSE_LIMIT_S (a disk that hangs), and
+        UsageError when a lookup of this very thread is running, which a signal handler has interrupted.
         """
         if native.pid != self._pid:  # in a forked child nobody looks up, and a lock that another thread held stays so
             self.store.close()
             return
-        with self._lock:
-            self._failure = self._failure or "it was closed"
+        if threading.get_ident() in list(self._users.values()):
+            raise UsageError(
+                f"table {self.spec.name}: closed in the middle of a lookup of the same thread, by a signal handler? Let "
+                "the handler raise an exception instead, as SystemExit, and close behind it."
+            )
+        self._failure = self._failure or "it was closed"
         with self._closing:  # of two threads that close, the second finds nothing left
             end_s = time.monotonic() + CLOSE_LIMIT_S
             while self._users:
@@ -396,22 +401,25 @@ class Table:
         """
         if native.pid != self._pid:  # asked here, so that the name is not put together in every lookup
             native.check_not_forked(self._pid, f"table {self.spec.name}")
-        with self._lock:
-            if self._failure is None and time.monotonic() >= self._next_check_s:
-                self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
-                try:
-                    self.store.check()
-                except StoreError as error:
-                    self._failure = str(error)
-            if self._failure is not None:
-                raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
-            self._users[user] = None
+        self._users[user] = threading.get_ident()  # first: who closes sets the failure, then looks who is here
+        if self._failure is None and time.monotonic() >= self._next_check_s:
+            with self._lock:
+                self._check_store()
+        if self._failure is not None:
+            raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
         return sigbus.count()
+
+    def _check_store(self) -> None:
+        if self._failure is None and time.monotonic() >= self._next_check_s:  # no other thread has, meanwhile
+            try:
+                self.store.check()
+            except StoreError as error:
+                self._failure = str(error)
+            self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
 
     def _fail(self, reason: str) -> NoReturn:
         """Close the table for good: what was read may be wrong, and what comes may be too."""
-        with self._lock:
-            self._failure = self._failure or reason
+        self._failure = self._failure or reason
         raise StoreError(f"table {self.spec.name} cannot be read: {self._failure}")
 
     def _row_of(self, name: str) -> tuple[int, np.dtype[Any]]:

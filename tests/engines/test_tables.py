@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import signal
+import threading
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +28,8 @@ from ple_offload.engines import tables as module  # noqa: E402
 from ple_offload.engines import transformers as engine  # noqa: E402
 from ple_offload.engines.remote import RemoteTables  # noqa: E402
 from ple_offload.engines.tables import ModelTables, check_route  # noqa: E402
-from ple_offload.errors import ConnectionLostError, CudaError, StoreError, UsageError  # noqa: E402
+from ple_offload.errors import ConnectionLostError, CudaError, ForkError, StoreError, UsageError  # noqa: E402
+from ple_offload.memory import sigbus  # noqa: E402
 from ple_offload.worker.spawn import SpawnedWorker  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -205,6 +211,62 @@ def test_an_interrupted_lookup_leaves_the_next_one_whole(worker: SpawnedWorker, 
         connector._flight = deque(flight)
     for _ in range(3):
         assert torch.equal(tables.lookup(1, ids, context, torch.bfloat16), expected)
+    tables.close()
+
+
+def test_a_signal_handler_that_closes_in_the_middle_of_a_lookup_is_told(
+    worker: SpawnedWorker, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = RemoteTables(ple_offload.inspect(checkpoint), worker.address)
+    expected = tables.lookup(1, IDS, CONTEXT, BF16)
+
+    def interrupted(*arguments: Any) -> None:
+        tables.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CLIENT, "lookup", interrupted)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="used in the middle of a lookup of the same thread"):
+                tables.lookup(1, IDS, CONTEXT, BF16)
+    assert torch.equal(tables.lookup(1, IDS, CONTEXT, BF16), expected)
+    tables.close()
+
+
+def test_a_forked_child_gives_up_what_a_thread_of_its_parent_uses(worker: SpawnedWorker, checkpoint: Path) -> None:
+    tables = RemoteTables(ple_offload.inspect(checkpoint), worker.address)
+    expected = tables.lookup(1, IDS, CONTEXT, BF16)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tables._turn(), sigbus._lock:
+            held.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            with contextlib.suppress(ForkError):
+                tables.lookup(1, IDS, CONTEXT, BF16)
+                os._exit(1)
+            tables.close()
+            ple_offload.open_table(checkpoint, tier="file", threads=1).close()
+            os._exit(0)
+        os._exit(1)
+    end_s = time.monotonic() + 10
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    done.set()
+    holder.join()
+    assert ended == (child, 0)
+    assert torch.equal(tables.lookup(1, IDS, CONTEXT, BF16), expected)
     tables.close()
 
 

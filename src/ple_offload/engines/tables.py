@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ple_offload import native
 from ple_offload.connector import ConnectorConfig, PleOffloadConnector
 from ple_offload.connector.config import Limits
 from ple_offload.errors import CudaError, StoreError, UsageError
@@ -74,7 +75,10 @@ class ModelTables:
         self._spec = spec
         self._tables = tables
         self._route = route
-        self._lock = threading.Lock()
+        # Held for a whole lookup. Reentrant, so that a signal handler which closes in the middle of one is told, not stuck.
+        self._lock = threading.RLock()
+        self._holder: int | None = None  # the thread inside `_turn`
+        self._pid = native.pid
         self._clients: dict[tuple[torch.dtype, torch.device], _Client | None] = {}  # None: route "host"
         self._told = False
         self._closed = False
@@ -103,7 +107,7 @@ class ModelTables:
             device = torch.device("cuda")  # the model is yet to be moved there
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        with self._lock:
+        with self._turn():
             on_gpu = device.type == "cuda" and self._client(dtype, device) is not None
             if not on_gpu and self._tables is None:
                 self._client(dtype, _CPU)
@@ -122,7 +126,7 @@ class ModelTables:
                     "a CUDA graph is being captured, but the host takes part in this lookup. Capture what is behind it, or "
                     "build the model of PleOffloadLayers with a PleOffloadConnector."
                 )
-            with self._lock:
+            with self._turn():
                 client = self._client(dtype, ids.device)
                 if client is not None:
                     return client.lookup(layer, ids, context)
@@ -135,7 +139,7 @@ class ModelTables:
 
     def _on_host(self, layer: int, ids: torch.Tensor, context: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._tables is None:
-            with self._lock:
+            with self._turn():
                 client = self._client(dtype, _CPU)
                 assert client is not None  # only a GPU has other ways
                 return client.lookup(layer, ids, context)
@@ -175,7 +179,7 @@ class ModelTables:
 
     def reconnect(self) -> None:
         """Give every connection up and connect anew, after a worker was lost."""
-        with self._lock:
+        with self._turn():
             if self._closed:
                 raise UsageError(f"the connection to the tables of {self._spec.path} is closed")
             places = list(self._clients)
@@ -194,10 +198,30 @@ class ModelTables:
                 client.connector.close()
 
     def close(self) -> None:
-        """Disconnect; safe to call twice."""
-        with self._lock:
+        """Disconnect; safe to call twice. Raises UsageError in a signal handler that interrupted a lookup."""
+        if native.pid != self._pid:  # in a forked child: the lock may be that of a thread which is not here
             self._closed = True
             self._disconnect()
+            return
+        with self._turn():
+            self._closed = True
+            self._disconnect()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread at a time. ForkError in a forked child, UsageError in a signal handler that interrupted a turn."""
+        native.check_not_forked(self._pid, f"the tables of {self._spec.path}")
+        with self._lock:
+            if self._holder == threading.get_ident():
+                raise UsageError(
+                    f"the tables of {self._spec.path}: used in the middle of a lookup of the same thread, by a signal "
+                    "handler? Let the handler raise an exception instead, as SystemExit, and close behind it."
+                )
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def __del__(self) -> None:
         # Also at the interpreter's end. The ops' registry knows the connectors, which would outlive a model nobody closed.

@@ -11,6 +11,7 @@ It is installed in worker processes, and in another process only by whoever asks
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import signal
 import threading
@@ -110,6 +111,14 @@ def release(address: int) -> None:
                 _state[1] = ranges - 1
                 _state[2 + 2 * i : 4 + 2 * i] = last
                 return
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # the old one may be that of a thread which is not here
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def count() -> int:

@@ -145,7 +145,10 @@ class FileStore:
 
     def check(self) -> None:
         for path, (fd, opened) in self._files.items():
-            now = os.fstat(fd)
+            try:
+                now = os.fstat(fd)
+            except OSError as error:
+                raise StoreError(f"{path}: {error.strerror}. Is its file system still there?") from error
             if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
                 raise StoreError(
                     f"{path}: changed while its table {self._name} was open: expected {opened.st_size} bytes modified at "
