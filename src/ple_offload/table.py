@@ -120,6 +120,7 @@ class Table:
         self._value_dtype = spec.format.value_dtype
         self._no_context = np.full((1, self.context_len), spec.family.filler, np.int64)
         self._gathers: dict[str, Gather] = {}
+        self._fingerprint: str | None = None  # once somebody has asked
         self._pid = native.pid
         self._failure: str | None = None
         self._users: dict[object, int] = {}  # the thread of each lookup that is running; close waits for them
@@ -167,12 +168,17 @@ class Table:
             self.row_dim,
             self.spec.format.name,
             self.spec.format.scale,
+            self.fingerprint(),
             self.tier,
         )
 
     def fingerprint(self) -> str:
         """`spec.fingerprint` of the rows that are open, whatever has become of the files since."""
-        return fingerprint_of(self.spec, self.gather(sampled_rows(self.spec), dtype="stored").tobytes())
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint_of(
+                self.spec, self.gather(sampled_rows(self.spec), dtype="stored").tobytes()
+            )
+        return self._fingerprint
 
     def parts(self) -> list[Part]:
         """What another process maps to read this table itself; StoreError when its rows can no longer be trusted."""
@@ -415,7 +421,8 @@ class Table:
                 self.store.check()
             except StoreError as error:
                 self._failure = str(error)
-            self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
+            finally:
+                self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
 
     def _fail(self, reason: str) -> NoReturn:
         """Close the table for good: what was read may be wrong, and what comes may be too."""

@@ -283,6 +283,7 @@ def test_a_connector_whose_reconnect_failed_says_so_and_touches_nothing(made: di
 @pytest.mark.parametrize(
     "change",
     [
+        {},  # other values
         {"ple_embed_dim": 128},
         {"ple_embed_dim": 32},
         {"ngram_vocab_size_base": 30},
@@ -301,7 +302,7 @@ def test_a_worker_with_another_table_is_refused_by_reconnect(
     with monkeypatch.context() as patch:
         patch.setattr(tiny, "CONFIG", {**tiny.CONFIG, **change})
         patch.setattr(tiny, "ROW_DIM", tiny.CONFIG["ple_embed_dim"] // 4)
-        wrong = make(tmp_path / "wrong" / "it")
+        wrong = make(tmp_path / "wrong" / "it", seed=1)
     inputs = random_inputs(np.random.default_rng(0), 20, 3)
     with (
         SpawnedWorker(right.path, tier="file", threads=1) as first,

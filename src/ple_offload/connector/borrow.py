@@ -72,8 +72,8 @@ class Borrowed:
         store = LentStore(lent.facts.tier, parts, spec.row_bytes, name=spec.name)
         try:
             table = Table(spec, store, threads=1)
-            found = table.fingerprint()
-            if expected and found != expected:
+            found, expected = table.fingerprint(), expected or lent.facts.fingerprint
+            if found != expected:
                 raise ProtocolError(
                     f"{self.worker}: layer {layer}: expected the table with fingerprint {expected}, found {found} in what "
                     "it lends. The engine and the worker were given different checkpoints."

@@ -413,8 +413,7 @@ class PleOffloadConnector:
         on, from the highest that any rank of the group has counted. On a GPU, graphs captured before hold the old buffers'
         addresses: capture them again.
 
-        Raises what the constructor raises, and UsageError for a table of another shape or rule than before; one of the same
-        shape and rule is told apart by `config.fingerprints` alone.
+        Raises what the constructor raises, and UsageError for another table than before.
         """
         if self._closed:
             raise UsageError("the connector is closed.")

@@ -61,6 +61,7 @@ class LayerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_dim: int
     format: str  # of the stored bytes
     scale: float | None  # fp8_e4m3: one scale for the table
+    fingerprint: str  # of the rows that are served (`spec.fingerprint`)
     tier: str = ""  # where the worker has the rows: for messages, nothing follows from it
 
 

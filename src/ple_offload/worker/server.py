@@ -115,7 +115,7 @@ class PleOffloadWorker:
         for table in (table for checkpoint in served for table in checkpoint.tables.values()):
             for output in OUTPUTS:  # now: compiling takes a second or two, in which nobody would be served
                 table.prepare(output)
-        self._fingerprints = {id(t): t.fingerprint() for s in served for t in s.tables.values()}
+            table.fingerprint()  # now: kept, should the table's files fail later
         self._allow_uids = allow_uids
         self._log_path = log_path
         self._epoll = select.epoll()
@@ -446,10 +446,13 @@ class PleOffloadWorker:
         if not checkpoint and len(self._served) == 1:
             return self._served[0]
         for served in self._served:
-            fingerprints = [self._fingerprints[id(table)] for table in served.tables.values()]
+            fingerprints = [table.fingerprint() for table in served.tables.values()]
             if checkpoint in (str(served.path), served.path.name, *fingerprints):
                 return served
-        raise ProtocolError(f"{peer}: expected one of the checkpoints {', '.join(names)}, found {checkpoint[:500]!r}.")
+        raise ProtocolError(
+            f"{peer}: expected one of the checkpoints {', '.join(names)}, by path, name or fingerprint of a table, found "
+            f"{checkpoint[:500]!r}. The engine and the worker were given different checkpoints."
+        )
 
     def _table(self, peer: str, served: Served, wish: LayerWish) -> Table:
         table = served.tables.get(wish.layer)
@@ -457,7 +460,7 @@ class PleOffloadWorker:
             raise ProtocolError(
                 f"{peer}: {served.path}: expected a layer of {sorted(served.tables)}, found {wish.layer}."
             )
-        mine = self._fingerprints[id(table)]
+        mine = table.fingerprint()
         if wish.fingerprint not in ("", mine):
             raise ProtocolError(
                 f"{peer}: {served.path} layer {wish.layer}: expected the table with fingerprint {wish.fingerprint[:100]}, "
