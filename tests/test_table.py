@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import gc
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -269,8 +272,28 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
     for threads in (0, 4097, 1.5, "2"):
         with pytest.raises(UsageError, match="threads: expected a whole number from 1 to 4096"):
             open_table(folder, threads=threads)
-    with pytest.raises(UsageError, match="layer"):
+    with pytest.raises(UsageError, match=r"layer: expected one that has a table \(1; counted from 0\), found 2"):
         open_table(folder, layer=2)
+    for path in (None, 5, "", b"x"):
+        with pytest.raises(UsageError, match="checkpoint: expected a path or a model id"):
+            open_table(path)  # type: ignore[arg-type]
+
+
+def test_nothing_that_holds_memory_is_copied(tmp_path: Path, tier: str) -> None:
+    """Half a copy would give the memory back."""
+    with open_table(tiny.write_default(tmp_path), tier=tier) as table:
+        expected = table.lookup([1, 2])
+        for held in (table, table.store, [table]):
+            for take in (copy.copy, copy.deepcopy, pickle.dumps):
+                if take is copy.copy and held == [table]:
+                    continue
+                with pytest.raises(
+                    TypeError, match=r"(Table|Store): cannot be copied or pickled.*open the table again"
+                ):
+                    take(held)
+        gc.collect()
+        assert np.array_equal(table.lookup([1, 2]), expected)
+        assert repr(table) == f"<Table of layer 1: 120 rows x 16 bf16, tier {tier}>"
 
 
 def test_a_table_that_does_not_fit_is_refused_before_anything_is_allocated(
@@ -279,11 +302,12 @@ def test_a_table_that_does_not_fit_is_refused_before_anything_is_allocated(
     folder = tiny.write_default(tmp_path)
     report = limits.MemoryReport(1 << 20, "MemAvailable", 1 << 30, 1 << 20, None, None)
     monkeypatch.setattr(limits, "available_memory", lambda root: report)
-    with pytest.raises(MemoryLimitError, match=r"table layers.1 in tier 'ram': needs"):
+    with pytest.raises(MemoryLimitError, match=r"table layers.1 in tier 'ram': needs .*Use tier 'file'"):
         open_table(folder, tier="ram")
     with open_table(folder, tier="auto") as table:
         assert table.tier == "file"
     assert "tier 'file' for table layers.1" in caplog.text
+    assert "Use tier 'file'" not in caplog.text  # it is used already
     monkeypatch.setenv("PLE_OFFLOAD_SKIP_MEMORY_CHECK", "1")
     with open_table(folder, tier="ram") as table:
         assert table.tier == "ram"

@@ -101,8 +101,8 @@ class CheckpointSpec:
         matching = [table for table in self.tables if layer in (None, table.layer)]
         if len(matching) != 1:
             raise UsageError(
-                f"{self.path}: expected the layer of one table (counted from 0: "
-                f"{', '.join(str(table.layer) for table in self.tables)}), found {layer}."
+                f"{self.path}: layer: expected one that has a table ("
+                f"{', '.join(str(table.layer) for table in self.tables)}; counted from 0), found {layer}."
             )
         return matching[0]
 

@@ -28,6 +28,7 @@ from ple_offload.formats.gather import FAULTED, FAULTS_BEFORE, Gather, Readers
 from ple_offload.ipc.messages import LayerFacts
 from ple_offload.memory import sigbus
 from ple_offload.memory.limits import require_memory
+from ple_offload.memory.mapping import NotCopied
 from ple_offload.progress import ByteProgress
 from ple_offload.spec import TableSpec, fingerprint_of, inspect, sampled_rows
 from ple_offload.stores import FileStore, Part, RamStore, Store
@@ -85,7 +86,10 @@ def open_table(
             require_memory(spec.size_bytes + OVERHEAD_BYTES, f"table {spec.name} in tier 'ram'")
         except MemoryLimitError as error:
             if tier == "ram":
-                raise
+                raise MemoryLimitError(
+                    f"{error} Use tier 'file', which reads the checkpoint in place; make room; or skip this check "
+                    "(skip_memory_check, --skip-memory-check) if the host's memory grows on demand."
+                ) from None
             log.warning("tier 'file' for table %s: %s", spec.name, error)
             tier = "file"
     if tier == "file":
@@ -99,7 +103,7 @@ def open_table(
     return Table(spec, store, threads=threads)
 
 
-class Table:
+class Table(NotCopied):
     """Rows of one table by token id or by row number; made by `open_table`, used from any thread, closed once.
 
     NumPy arrays (or lists) in, NumPy arrays out, bfloat16 as `ml_dtypes.bfloat16`; torch CPU tensors in, torch tensors
@@ -133,6 +137,11 @@ class Table:
         saved_us = HASH_US * (1 - 1 / threads)
         self.parallel_tokens = math.ceil(native.wake_up_us(threads) / saved_us) if threads > 1 else sys.maxsize
         self.prepare(spec.format.value_dtype)
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        what = f"{spec.num_rows:,} rows x {spec.row_dim} {spec.format.name}, tier {self.tier}"
+        return f"<Table of layer {spec.layer}: {what}>"
 
     # ---- facts ----------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ def test_several_tables_need_a_layer(make_checkpoint: Callable[..., Path], capsy
     ("tokens", "parts"),
     [
         ("", ["--tokens", "at least one"]),
-        (",", ["--tokens", "at least one"]),
+        (" ", ["--tokens", "at least one"]),
+        ("1,,3", ["--tokens", "''", "position 1"]),
         ("1,x,3", ["--tokens", "'x'", "position 1"]),
         ("1,2.5", ["--tokens", "'2.5'", "position 1"]),
         ("1,1000", ["input_ids[1] = 1000", "0 to 999"]),

@@ -222,6 +222,8 @@ for uid in map(int, sys.argv[2:]):
         (["--metrics", ":99999"], "--metrics"),
         (["--metrics", "::1:9400"], "--metrics"),
         (["--socket", "/tmp/" + "x" * 120], "at most 107 bytes"),
+        (["--socket", "tcp://localhost:1"], "expected the path of a socket"),
+        (["--socket", "unix:@name"], "expected the path of a socket"),
         (["--group", "no-such-group"], "no-such-group"),
         (["--allow-uid", "5"], "need --socket"),
         (["--threads", "0"], "threads"),
@@ -230,6 +232,21 @@ for uid in map(int, sys.argv[2:]):
 def test_wrong_usage(arguments: list[str], said: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tiny), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_given_twice(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = tmp_path / "link"
+    again.symlink_to(tiny)
+    assert main(["serve", str(tiny), str(again), "--socket", str(tmp_path / "s")]) == 2
+    assert "link: expected each checkpoint once" in capsys.readouterr().err
+
+
+def test_a_socket_given_as_an_address_and_a_terminal_that_is_closed(tiny: Path, tmp_path: Path) -> None:
+    with serving(tiny, "--tier", "file", "--socket", f"unix:{tmp_path}/s") as (daemon, ready):
+        assert ready == f"ready: unix:{tmp_path}/s"
+        status, _, _ = daemon.end(signal.SIGHUP)
+        assert status == 0
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_taken_metrics_port(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

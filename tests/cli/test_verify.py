@@ -61,6 +61,22 @@ def test_nan_in_a_row_is_damage(
     assert "NaN or infinity in 1 of" in capsys.readouterr().err
 
 
+def test_a_file_that_was_made_and_not_filled_is_found(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "hollow"
+    shutil.copytree(checkpoint, copy)
+    spec = ple_offload.inspect(copy).table()
+    for segment in spec.segments:
+        with segment.path.open("r+b") as file:
+            file.seek(segment.offset)
+            file.write(bytes(segment.num_rows * spec.row_bytes))
+    assert main(["verify", str(copy)]) == 2
+    printed = capsys.readouterr()
+    assert "found nothing but zeros in" in printed.err
+    assert "all zeros         3" in printed.out
+
+
 def test_rows_and_seed_must_be_positive(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(checkpoint), "--rows", "0"]) == 2
     assert "--rows" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_batches_in_flight_up_to_the_limit_and_one_more_is_an_error(
     flight = [random_inputs(rng, 10 + i, 2) for i in range(depth)]
     for inputs in flight:
         one.prepare(inputs)
-    with pytest.raises(UsageError, match=rf"at most {depth} batches in flight .*release_outputs"):
+    with pytest.raises(UsageError, match=rf"at most {depth} steps in flight .*release_outputs"):
         one.connector.prepare_forward(1, 1)
     for inputs in flight:  # they come in the order they were prepared, whatever was refused meanwhile
         assert one.right(one.forward(inputs.padded), inputs)
@@ -87,7 +87,7 @@ def test_mirror_has_one_batch_in_flight(rank: Callable[..., Rank], rng: np.rando
         for _ in range(5):
             assert one.right(one.run(inputs), inputs)
         one.prepare(inputs)
-        with pytest.raises(UsageError, match=r"at most 1 batches in flight .*'mirror'"):
+        with pytest.raises(UsageError, match=r"at most 1 steps in flight .one with sources on the CPU"):
             one.prepare(inputs)
         assert one.right(one.forward(10), inputs)
 

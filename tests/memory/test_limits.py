@@ -74,12 +74,10 @@ def test_a_use_above_the_limit_leaves_nothing(tmp_path: Path) -> None:
     assert available_memory(root(tmp_path, files)).available_bytes == 0
 
 
-def test_the_refusal_has_the_figures_and_the_remedy(tmp_path: Path) -> None:
+def test_the_refusal_has_the_figures(tmp_path: Path) -> None:
     fake = root(tmp_path, {})
     assert require_memory(8 * GIB, "table x", fake).available_bytes == 8 * GIB
-    with pytest.raises(
-        MemoryLimitError, match=r"table x: needs 48\.000 GiB .* 8\.000 GiB is available .*MemAvailable.*file"
-    ):
+    with pytest.raises(MemoryLimitError, match=r"table x: needs 48\.000 GiB .* 8\.000 GiB is available .*MemAvailable"):
         require_memory(48 * GIB, "table x", fake)
     with pytest.raises(
         MemoryLimitError, match=r"needs 8\.002 GiB .* 8\.000 GiB is"

@@ -260,7 +260,7 @@ def test_requests_that_pile_up_are_queued_and_none_is_dropped(
             try:
                 for inputs in steps:
                     prepare(engine, inputs)
-                with pytest.raises(UsageError, match="at most 4 batches in flight"):
+                with pytest.raises(UsageError, match="at most 4 steps in flight"):
                     prepare(engine, steps[0])
             finally:
                 os.kill(own.pid, signal.SIGCONT)

@@ -142,6 +142,8 @@ def _is_inside(file: Any) -> bool:
 
 
 def _find_folder(path: str | Path) -> Path:
+    if not isinstance(path, str | Path) or not str(path):
+        raise UsageError(f"checkpoint: expected a path or a model id, found {path!r}.")
     folder = Path(path)
     try:
         if folder.is_dir():

@@ -85,7 +85,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def parse_ids(text: str, option: str) -> list[int]:
     """Whole numbers separated by commas or spaces. Raises UsageError naming the one that is not."""
-    parts = text.replace(",", " ").split()
+    parts = [part for piece in text.split(",") for part in piece.split() or [""]] if text.strip() else []
     for position, part in enumerate(parts):
         digits = part.removeprefix("-")
         # the length first: Python refuses to read a number of thousands of digits

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         report = compare(folder, args.tier, args.worker)
     else:
         with tempfile.TemporaryDirectory(prefix="ple-offload-demo-") as temporary:
-            report = compare(Path(temporary), args.tier, args.worker)
+            report = {**compare(Path(temporary), args.tier, args.worker), "folder": None}  # gone behind this
     if args.json:
         print_json(report)
     else:

@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     group = None if args.group is None else find_group(args.group)
-    socket = Path(args.socket or default_socket()).absolute()
+    given = (args.socket or str(default_socket())).removeprefix("unix:")
+    if "://" in given or given.startswith("@"):
+        raise UsageError(f"--socket: expected the path of a socket, found {args.socket!r}")
+    socket = Path(given).absolute()
     from ple_offload.ipc.channel import parse_address
 
     address = f"unix:{socket}"

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
                     "sampled rows": f"{report['rows_checked']:,} of {report['num_rows']:,}",
                     "different": report["rows_different"],
                     "NaN or infinity": report["rows_not_finite"],
+                    "all zeros": report["rows_zero"],
                 },
             )
     if args.json:
@@ -89,6 +90,11 @@ def raise_if_wrong(report: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{where}: expected finite values, found NaN or infinity in {report['rows_not_finite']} of "
             f"{report['rows_checked']} sampled rows; the checkpoint is damaged: get it again"
+        )
+    if 2 * report["rows_zero"] > report["rows_checked"]:
+        raise CheckpointError(
+            f"{where}: expected values, found nothing but zeros in {report['rows_zero']} of {report['rows_checked']} "
+            "sampled rows; the file was made and not filled, as by a download that did not end: get it again"
         )
 
 
@@ -118,6 +124,7 @@ def compare_rows(table: Table, num_rows: int, seed: int) -> dict[str, Any]:
         "rows_different": len(different),
         "first_different": int(rows[different[0]]) if len(different) else None,
         "rows_not_finite": int((~finite).any(axis=-1).sum()),
+        "rows_zero": int((found == 0).all(axis=-1).sum()),
     }
 
 

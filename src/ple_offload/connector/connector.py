@@ -209,8 +209,9 @@ class PleOffloadConnector:
         window = self._step - self._flight[0].number if self._flight else 0
         if len(self._flight) >= self._depth or window >= self.config.max_concurrent_batches:
             raise UsageError(
-                f"step {self._step}: expected at most {self._depth} batches in flight (staging {self.staging!r}, "
-                f"max_concurrent_batches {self.config.max_concurrent_batches}), found one more. Call release_outputs first."
+                f"step {self._step}: expected at most {self._depth} steps in flight "
+                f"({'one with sources on the CPU' if self.staging == 'mirror' else 'max_concurrent_batches'}), found one "
+                "more. Call release_outputs first."
             )
         for name, value, most in (
             ("num_reqs", num_reqs, self.config.max_num_reqs),

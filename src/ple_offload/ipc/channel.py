@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -20,8 +21,11 @@ from ple_offload.errors import ConnectionLostError, ProtocolError, UsageError
 from ple_offload.ipc import messages
 from ple_offload.ipc.messages import DESCRIPTORS, MAX_MESSAGE_BYTES, Message
 
+log = logging.getLogger(__name__)
+
 MAX_DESCRIPTORS = 4  # more than any message carries
 MAX_PATH_BYTES = 107
+TELL_AFTER_S = 1.0  # of waiting for somebody to listen
 MAX_UNREAD = 1000  # messages of a peer that are thrown away at the end; more than a socket holds
 
 
@@ -56,7 +60,8 @@ class Channel:
     def connect(cls, address: str, timeout_s: float) -> Channel:
         """Connect to a worker, trying until `timeout_s` while nobody listens yet."""
         where = parse_address(address)
-        deadline = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        deadline, told = began_s + timeout_s, False
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:
@@ -71,6 +76,9 @@ class Channel:
                         f"worker at {address}: connecting failed within {timeout_s:g} s: {error.strerror}. "
                         "Is `ple-offload serve` running, on this host and in this network namespace, for this user?"
                     ) from error
+                if not told and time.monotonic() > began_s + TELL_AFTER_S:
+                    told = True
+                    log.warning("nobody listens at %s yet; waiting up to %g s", address, timeout_s)
             time.sleep(0.02)
 
     def fileno(self) -> int:

@@ -45,13 +45,12 @@ def available_memory(root: str | Path = "/") -> MemoryReport:
 
 
 def require_memory(needed_bytes: int, what: str, root: str | Path = "/") -> MemoryReport:
-    """Return the report when `needed_bytes` are available, else raise MemoryLimitError with the figures and the remedy."""
+    """Return the report when `needed_bytes` are available, else raise MemoryLimitError with the figures."""
     report = available_memory(root)
     if needed_bytes > report.available_bytes:
         raise MemoryLimitError(
             f"{what}: needs {needed_bytes / GIB:.3f} GiB of memory, {report.available_bytes / GIB:.3f} GiB is available "
-            f"(limited by {report.limited_by}). Use tier='file', which reads the checkpoint in place, raise the limit, or "
-            "skip this check if the host's memory grows on demand."
+            f"(limited by {report.limited_by})."
         )
     return report
 

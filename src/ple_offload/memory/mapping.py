@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,17 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
-class Mapping:
+class NotCopied:
+    """What holds memory or descriptors of this process and gives them back at its end: a copy would give back the same."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: cannot be copied or pickled, it holds memory of this process. Pass it on as it is, or "
+            "open the table again where it is needed."
+        )
+
+
+class Mapping(NotCopied):
     """A shared map of `num_bytes` of a descriptor, from a page-aligned `offset`, placed at a 2 MiB boundary.
 
     The descriptor may be closed afterwards. `close` unmaps; nothing may read the address from then on.

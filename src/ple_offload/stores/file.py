@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ple_offload.errors import StoreError
 from ple_offload.memory import sigbus
-from ple_offload.memory.mapping import MADV_NORMAL, MADV_RANDOM, PAGE_BYTES, Mapping
+from ple_offload.memory.mapping import MADV_NORMAL, MADV_RANDOM, PAGE_BYTES, Mapping, NotCopied
 from ple_offload.stores.base import Part, RowMap, Segment
 
 READ_BYTES = 16 << 20  # at a time, when the files are brought into memory
@@ -32,7 +32,7 @@ CHECKS_A_LOOK = 100  # while reads are advised as random
 PAGES_A_LOOK = 512  # all there: with 92 % certainty no more than 0.5 % of the table are not
 
 
-class FileStore:
+class FileStore(NotCopied):
     """See the module; holds one descriptor per file, read-only.
 
     files: open descriptors in the place of the segments' paths; the store closes them, also when this raises.

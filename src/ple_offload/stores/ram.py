@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ple_offload.checkpoint.reader import ReadJob, read_into
 from ple_offload.memory import memfd
-from ple_offload.memory.mapping import Mapping, collapse
+from ple_offload.memory.mapping import Mapping, NotCopied, collapse
 from ple_offload.stores.base import Part, RowMap, Segment
 
 
-class RamStore:
+class RamStore(NotCopied):
     """See the module; `fd` is the sealed memfd, read-only, fit to be handed to another process."""
 
     tier = "ram"

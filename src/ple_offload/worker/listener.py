@@ -140,7 +140,10 @@ def _remove_dead_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise UsageError(f"unix:{path}: expected a socket or nothing there, found a file. Choose another path.")
+        raise UsageError(
+            f"unix:{path}: expected a socket or nothing there, found a "
+            f"{'folder' if stat.S_ISDIR(mode) else 'file'}. Choose another path."
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)  # a living one whose queue is full would let us wait for ever
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ple_offload import native
 from ple_offload.config import worker_threads
+from ple_offload.errors import UsageError
 from ple_offload.memory import sigbus
 from ple_offload.spec import inspect
 from ple_offload.table import open_table
@@ -30,10 +31,12 @@ def open_tables(
     native.wait_without_spinning()
     sigbus.install()
     threads = worker_threads() if threads is None else threads
-    served = []
+    served: list[Served] = []
     with ExitStack() as opened:
         for path in paths:
             spec = inspect(path)
+            if any(spec.path.samefile(one.path) for one in served):
+                raise UsageError(f"{path}: expected each checkpoint once, found it twice.")
             tables = {
                 table.layer: opened.enter_context(
                     open_table(

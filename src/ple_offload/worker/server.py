@@ -173,7 +173,7 @@ class PleOffloadWorker:
         self._stopping = self._stopping or reason
 
     def run(self, ready: Callable[[], None] | None = None) -> None:
-        """Serve until `stop`; SIGTERM and SIGINT stop it when called in the main thread. Closes everything.
+        """Serve until `stop`; SIGTERM, SIGINT and SIGHUP stop it when called in the main thread. Closes everything.
 
         ready: called once, when signals are heard as well as clients.
         """
@@ -752,13 +752,18 @@ def _check_hello(peer: str, hello: Hello) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[str], None]) -> Iterator[int | None]:
-    """Stop on SIGTERM and SIGINT; yields a descriptor that becomes readable then (None outside the main thread)."""
+    """Stop on SIGTERM, SIGINT and, unless started by `nohup`, SIGHUP.
+
+    Yields a descriptor that becomes readable then (None outside the main thread).
+    """
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = [signal.signal(n, lambda number, _: stop(f"it got {signal.Signals(number).name}")) for n in numbers]
     try:
         yield read_fd

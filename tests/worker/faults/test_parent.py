@@ -169,7 +169,7 @@ def test_too_little_memory_is_refused_with_the_figures(checkpoint: Path, monkeyp
         MemoryLimitError, match=r"tier 'ram': needs 0\.063 GiB of memory, 0\.001 GiB is available"
     ) as raised:
         SpawnedWorker(checkpoint, tier="ram", threads=1)
-    assert re.search("tier='file'", str(raised.value))
+    assert re.search("Use tier 'file'.*--skip-memory-check", str(raised.value))
     assert my_logs() == logs
 
 
