@@ -279,6 +279,13 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
             open_table(path)  # type: ignore[arg-type]
 
 
+def test_a_gather_writes_no_wider_rows_than_there_is_room_for(table: Table) -> None:
+    cases = (("bf16", 16, 8, np.uint16), ("bf16", 16, 32, np.uint16), ("stored", 32, 16, np.uint8))
+    for name, right, wrong, dtype in cases:
+        with pytest.raises(UsageError, match=f"values: expected rows of {right} elements, found {wrong}"):
+            table._gather_to(name).run(np.arange(3), np.empty((3, wrong), dtype), 1)
+
+
 def test_nothing_that_holds_memory_is_copied(tmp_path: Path, tier: str) -> None:
     """Half a copy would give the memory back."""
     with open_table(tiny.write_default(tmp_path), tier=tier) as table:

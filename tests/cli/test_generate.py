@@ -140,9 +140,11 @@ def test_demo_keeps_the_checkpoint_and_overwrites_nothing(tmp_path: Path, capsys
     report = json.loads(capsys.readouterr().out)
     assert (report["tier"], report["worker"], report["worker_process"]) == ("file", "inline", None)
     assert ple_offload.inspect(folder).table().format.name == "bf16"
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever may read one may read all
     assert main(["demo", "--keep", str(folder)]) == 2
     assert "--keep" in capsys.readouterr().err
-    assert main(["demo", "--worker", "unix:/nowhere"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--worker", "unix:/nowhere"])
     assert "--worker" in capsys.readouterr().err
 
 

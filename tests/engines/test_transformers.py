@@ -536,3 +536,12 @@ def test_without_the_engine(blocked: str, said: str) -> None:
 def test_engines_import_is_cheap() -> None:
     code = "import ple_offload.engines, sys; assert not {'torch', 'transformers', 'numba'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_index_that_transformers_cannot_read_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    with pytest.raises(CheckpointError, match="its index of safetensors files has no 'metadata'"):
+        engine.from_pretrained(copy)

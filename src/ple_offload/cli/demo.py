@@ -14,9 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ple_offload.cli.common import TIERS, add_json, add_worker, gib, print_facts, print_json, require_transformers
+from ple_offload.cli.common import TIERS, add_json, gib, print_facts, print_json, require_transformers
 from ple_offload.cli.generate import greedy, quiet_transformers
-from ple_offload.config import worker_kind
 from ple_offload.errors import StoreError, UsageError
 
 HELP = "generate with a small random model and its table in another process, compare with the ordinary model"
@@ -29,14 +28,14 @@ MAX_NEW_TOKENS = 48
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", choices=TIERS, default="auto", help="where the rows live (default: auto)")
-    add_worker(parser, "spawn")
+    parser.add_argument(
+        "--worker", choices=("spawn", "inline"), default="spawn", help="who looks rows up (default: spawn)"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="write the checkpoint there and keep it")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    if worker_kind(args.worker) == "unix":
-        raise UsageError("demo: expected --worker spawn or inline; a daemon cannot have the table that is written now")
     require_transformers("demo")
     quiet_transformers()
     if args.keep:

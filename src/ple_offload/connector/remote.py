@@ -91,6 +91,9 @@ class RemoteTransport:
         self.worker = f"worker at {address}"
         try:
             self._connect(step)
+        except OSError as error:  # no descriptor left, most likely
+            self._resources.close()
+            raise ConnectionLostError(f"{self.worker}: connecting failed in this process: {error.strerror}.") from error
         except BaseException:
             self._resources.close()
             raise

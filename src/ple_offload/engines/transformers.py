@@ -358,7 +358,15 @@ def from_pretrained(
         raise UsageError(f"{spec.path}: expected a path in UTF-8, which safetensors needs; rename it or link to it")
     model_class = _choose_class(spec, architecture)
     with _LOADING:
-        result = model_class.from_pretrained(spec.path, use_safetensors=True, **options)
+        try:
+            result = model_class.from_pretrained(spec.path, use_safetensors=True, **options)
+        except KeyError as error:
+            if error.args != ("metadata",):
+                raise
+            raise CheckpointError(
+                f"{spec.path}: its index of safetensors files has no 'metadata', which transformers asks for. "
+                'Add "metadata": {} to it.'
+            ) from error
     model = result[0] if isinstance(result, tuple) else result
     lookups = _table_lookups(model, spec)
     if kind == "inline":

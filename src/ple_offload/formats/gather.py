@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ple_offload import native
+from ple_offload.errors import UsageError
 from ple_offload.formats.base import RowFormat
 from ple_offload.formats.e4m3 import decode_e4m3, vector_tables
 from ple_offload.ipc.words import load_acquire, publish_flag, store_release
@@ -261,6 +262,7 @@ class Gather:
         self._code = _CODE_ZERO.get(row_format.stored_dtype.itemsize, np.uint8(0))
         scale, table = vectors or (np.float32(1), np.empty(0, np.uint8) if codes is None else codes)
         self._table: npt.NDArray[Any] = table  # kept alive: the kernel has its address
+        self._width = row_format.row_bytes if name == "stored" else row_format.row_dim
         self._before = (kind, bases, starts, step)
         self._after = (
             row_format.row_bytes,
@@ -278,6 +280,8 @@ class Gather:
         shares: how many threads work; more than one only in a `native.parallel_turn`. With readers, `values` is the first
         one's output, [readers.total, row_dim], and every reader is told of each block.
         """
+        if values.shape[1] != self._width:  # the kernel would write beside it
+            raise UsageError(f"values: expected rows of {self._width} elements, found {values.shape[1]}.")
         raw = values if self._cast_from is None else np.empty((rows.size, values.shape[1]), self._cast_from)
         fixed = (*self._before, rows, *self._after, raw.view(self._carrier))
         if readers is None or raw is not values:

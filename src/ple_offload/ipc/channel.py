@@ -63,7 +63,10 @@ class Channel:
         began_s = time.monotonic()
         deadline, told = began_s + timeout_s, False
         while True:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            try:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            except OSError as error:
+                raise ConnectionLostError(f"worker at {address}: no socket could be made: {error.strerror}.") from error
             try:
                 sock.setblocking(False)
                 sock.connect(where)
@@ -125,7 +128,7 @@ class Channel:
             if flags & socket.MSG_CTRUNC or len(received) != expected:
                 raise ProtocolError(
                     f"{self.peer}: expected {expected} descriptors with {type(message).__name__}, found {len(received)}"
-                    f"{' or more' if flags & socket.MSG_CTRUNC else ''}."
+                    f"{' and no room for more (ulimit -n), or too many' if flags & socket.MSG_CTRUNC else ''}."
                 )
         except BaseException:
             for fd in received:

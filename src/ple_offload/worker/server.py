@@ -663,7 +663,7 @@ class PleOffloadWorker:
 
     def samples(self) -> Iterator[Sample]:
         """Every counter, labelled by session and layer."""
-        yield "ple_offload_sessions", {}, float(sum(bool(s.ranks) for s in self._sessions.values()))
+        yield "ple_offload_sessions", {}, float(sum(bool(s.ranks) for s in list(self._sessions.values())))
         for session in list(self._sessions.values()):
             yield "ple_offload_ranks", {"session": session.name}, float(len(session.ranks))
             yield from samples(session.counters, session=session.name)

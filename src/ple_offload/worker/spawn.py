@@ -47,14 +47,17 @@ class SpawnedWorker:
     ) -> None:
         self.address = f"unix:@ple-offload-{os.getpid()}-{secrets.token_hex(8)}"
         self._parent_pid = os.getpid()
-        self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _alive.add(self)
-        with theirs:
-            try:
-                self._start(theirs, paths, tier, threads, skip_memory_check)
-            except BaseException:
-                self._lifeline.close()
-                raise
+        try:
+            self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            _alive.add(self)
+            with theirs:
+                try:
+                    self._start(theirs, paths, tier, threads, skip_memory_check)
+                except BaseException:
+                    self._lifeline.close()
+                    raise
+        except OSError as error:
+            raise ConnectionLostError(f"a worker process could not be started: {error}.") from error
         try:
             self._wait_until_it_listens(no_progress_s, progress)
         except BaseException:

@@ -176,7 +176,7 @@ def test_too_little_memory_is_refused_with_the_figures(checkpoint: Path, monkeyp
 def test_a_worker_that_cannot_be_started_leaves_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     before, logs = num_descriptors(), my_logs()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConnectionLostError, match=r"could not be started.*/nowhere/python"):
         SpawnedWorker(checkpoint)
     assert num_descriptors() == before
     assert my_logs() == logs
