@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import signal
 import struct
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -39,3 +44,22 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
     Path(path).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(chunks))
     return Path(path)
+
+
+def forked(run: Callable[[], object], limit_s: float = 10) -> bool:
+    """Whether `run` ends well in a forked child within the limit; else the child is killed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            run()
+            os._exit(0)
+        os._exit(1)
+    end_s = time.monotonic() + limit_s
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return ended == (child, 0)

@@ -12,7 +12,6 @@ import pickle
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from ple_offload import table as table_module
 from ple_offload.formats import VALUE_DTYPES
 from ple_offload.memory import limits
 from ple_offload.spec import fingerprint, inspect
+from support import forked
 
 IDS = np.array([1, 7, 7, 3, 999, 0, 7, 12, 13, 14, 15, 900] * 5)
 STARTS = np.array([0, 1, 1, 20, 60])
@@ -399,22 +399,8 @@ def test_a_forked_child_closes_what_a_thread_of_its_parent_reads(table: Table) -
     table.lookup([1])
     with table._lock:
         table._users["a thread's"] = 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
-            child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                table.close()
-                os._exit(0)
-            os._exit(1)
+        assert forked(table.close)
         table._users.clear()
-    end_s = time.monotonic() + 5
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end_s:
-        time.sleep(0.01)
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert ended == (child, 0)
     table.lookup([1])  # the parent's is open
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
-import signal
 import threading
-import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +27,7 @@ from ple_offload.engines.tables import ModelTables, check_route  # noqa: E402
 from ple_offload.errors import ConnectionLostError, CudaError, ForkError, StoreError, UsageError  # noqa: E402
 from ple_offload.memory import sigbus  # noqa: E402
 from ple_offload.worker.spawn import SpawnedWorker  # noqa: E402
+from support import forked  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -245,27 +242,17 @@ def test_a_forked_child_gives_up_what_a_thread_of_its_parent_uses(worker: Spawne
     holder = threading.Thread(target=hold)
     holder.start()
     assert held.wait(5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
-        child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            with contextlib.suppress(ForkError):
-                tables.lookup(1, IDS, CONTEXT, BF16)
-                os._exit(1)
-            tables.close()
-            ple_offload.open_table(checkpoint, tier="file", threads=1).close()
-            os._exit(0)
-        os._exit(1)
-    end_s = time.monotonic() + 10
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end_s:
-        time.sleep(0.01)
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+
+    def child() -> None:
+        with pytest.raises(ForkError):
+            tables.lookup(1, IDS, CONTEXT, BF16)
+        tables.close()
+        ple_offload.open_table(checkpoint, tier="file", threads=1).close()
+
+    ended = forked(child)
     done.set()
     holder.join()
-    assert ended == (child, 0)
+    assert ended
     assert torch.equal(tables.lookup(1, IDS, CONTEXT, BF16), expected)
     tables.close()
 
