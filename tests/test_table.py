@@ -9,11 +9,13 @@ import gc
 import json
 import os
 import pickle
+import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -35,7 +37,7 @@ from ple_offload import (
 )
 from ple_offload import table as table_module
 from ple_offload.formats import VALUE_DTYPES
-from ple_offload.memory import limits
+from ple_offload.memory import limits, mapping
 from ple_offload.spec import fingerprint, inspect
 from support import forked
 
@@ -430,6 +432,36 @@ def test_a_signal_handler_that_closes_in_the_middle_of_a_lookup_is_told(table: T
         table.close()
     table._users.clear()
     table.lookup([1])
+
+
+def test_a_signal_handler_that_closes_in_the_middle_of_close_ends(
+    tmp_path: Path, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = open_table(tiny.write_default(tmp_path), tier=tier)
+    again = []
+
+    def munmap(*arguments: Any) -> None:
+        again.append(arguments)
+        table.close()
+        libc.munmap(*arguments)
+
+    libc = mapping._libc
+    with monkeypatch.context() as patch:
+        patch.setattr(mapping, "_libc", SimpleNamespace(munmap=munmap))
+        table.close()
+    assert len(again) == len(set(again)) > 0
+    with pytest.raises(StoreError, match="it was closed"):
+        table.lookup([1])
+
+
+def test_a_look_at_the_page_cache_leaves_the_programs_random_numbers_alone(tmp_path: Path) -> None:
+    with open_table(tiny.write_default(tmp_path), tier="file") as table:
+        random.seed(7)
+        expected = random.random()
+        random.seed(7)
+        for _ in range(200):
+            table.store.check()
+        assert random.random() == expected
 
 
 def test_a_table_is_not_closed_under_a_lookup_that_does_not_end(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:

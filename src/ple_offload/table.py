@@ -129,7 +129,7 @@ class Table(NotCopied):
         self._failure: str | None = None
         self._users: dict[object, int] = {}  # the thread of each lookup that is running; close waits for them
         self._lock = threading.Lock()  # of the check of the store
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # so that a signal handler which closes in the middle of `close` is not stuck
         self._next_check_s = 0.0
         # rows from which a parallel gather pays: sharing must save more time than the waking takes
         saved_us = ROW_US[store.tier] * (1 - 1 / threads)

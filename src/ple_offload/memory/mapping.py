@@ -115,9 +115,9 @@ class Mapping(NotCopied):
         return not _libc.mincore(self.address + offset, PAGE_BYTES, ctypes.addressof(page)) and bool(page.value & 1)
 
     def close(self) -> None:
-        if self.address:
-            _libc.munmap(self.address, self._length)
-            self.address = 0
+        address, self.address = self.address, 0  # first: a signal handler may close as well
+        if address:
+            _libc.munmap(address, self._length)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

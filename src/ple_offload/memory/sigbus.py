@@ -28,7 +28,7 @@ _SA_SIGINFO, _SA_ONSTACK = 0x4, 0x08000000
 
 # count, number of ranges, then first and end address of each; read by the handler, so it stays where it is
 _state = np.zeros(2 + 2 * MAX_RANGES, np.uint64)
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may close a table in the middle of this
 _installed: object = None
 
 
@@ -115,7 +115,7 @@ def release(address: int) -> None:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # the old one may be that of a thread which is not here
+    _lock = threading.RLock()  # the old one may be that of a thread which is not here
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -29,6 +29,7 @@ from ple_offload.stores.base import Part, RowMap, Segment
 
 READ_BYTES = 16 << 20  # at a time, when the files are brought into memory
 CHECKS_A_LOOK = 100  # while reads are advised as random
+_random = random.Random()  # not the one that the program has seeded
 PAGES_A_LOOK = 512  # all there: with 92 % certainty no more than 0.5 % of the table are not
 
 
@@ -172,9 +173,9 @@ class FileStore(NotCopied):
 
     def _is_in_memory(self) -> bool:
         """By pages taken at random."""
-        taken = random.choices(self._mappings, [mapping.num_bytes for mapping in self._mappings], k=PAGES_A_LOOK)
+        taken = _random.choices(self._mappings, [mapping.num_bytes for mapping in self._mappings], k=PAGES_A_LOOK)
         return self._shown() and all(
-            mapping.is_in_memory(random.randrange(0, mapping.num_bytes, PAGE_BYTES)) for mapping in taken
+            mapping.is_in_memory(_random.randrange(0, mapping.num_bytes, PAGE_BYTES)) for mapping in taken
         )
 
     def describe(self) -> dict[str, object]:
@@ -186,12 +187,13 @@ class FileStore(NotCopied):
         }
 
     def close(self) -> None:
-        for mapping in self._mappings:
+        mappings, self._mappings = self._mappings, []  # first: a signal handler may close as well
+        files, self._files = self._files, {}
+        for mapping in mappings:
             sigbus.release(mapping.address)
             mapping.close()
-        for fd, _ in self._files.values():
+        for fd, _ in files.values():
             os.close(fd)
-        self._mappings, self._files = [], {}
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -100,10 +100,10 @@ class RamStore(NotCopied):
         }
 
     def close(self) -> None:
-        if self.fd >= 0:
+        fd, self.fd = self.fd, -1  # first: a signal handler may close as well
+        if fd >= 0:
             self._mapping.close()
-            os.close(self.fd)
-            self.fd = -1
+            os.close(fd)
 
     def __del__(self) -> None:
         # a descriptor that nobody closes keeps the whole table in memory
