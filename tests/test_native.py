@@ -196,3 +196,29 @@ def test_torchs_number_of_threads_is_left_alone(folder: Path) -> None:
     """.replace("FOLDER", repr(str(folder)))
     done = run(code, NUMBA_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
+
+
+FREED = """
+import time
+import numpy as np
+from ple_offload import open_table
+from ple_offload.ipc import words
+
+with open_table(sys.argv[1], tier="ram", threads=2) as table:
+    rows = np.random.default_rng(0).integers(0, table.num_rows, 50_000)
+    table.parallel_rows = rows.size + 1
+    alone = table.gather(rows).tobytes()
+    table.parallel_rows = table.parallel_tokens = 1
+    for _ in range(20):
+        assert table.gather(rows).tobytes() == alone
+word, waiters = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+began_s = time.monotonic()
+assert not words.wait_flag(np.uint64(word.ctypes.data), np.uint64(2), np.uint64(waiters.ctypes.data), 1, 100_000_000)
+assert time.monotonic() - began_s > 0.05, "it did not sleep"
+"""
+
+
+def test_compiled_code_uses_no_memory_that_it_has_freed(tmp_path: Path) -> None:
+    """Python's debugging allocator fills what is freed. numba frees an array behind its last use; its address does not count."""
+    done = run(FREED.replace("sys.argv[1]", repr(str(tiny.write_default(tmp_path)))), PYTHONMALLOC="debug")
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -192,6 +192,7 @@ def gather_blocks_parallel(  # type: ignore[no-untyped-def]
     scale,
     table,
     out,
+    tickets,
     addresses,
     shared,
     block,
@@ -199,8 +200,6 @@ def gather_blocks_parallel(  # type: ignore[no-untyped-def]
     shares,
 ):
     done = np.full(shares, GATHERED, np.int64)
-    next_block = np.zeros(1, np.uint64)
-    tickets = np.uint64(next_block.ctypes.data)
     for s in numba.prange(shares):
         done[s] = gather_blocks(
             kind,
@@ -288,7 +287,11 @@ class Gather:
             told = (*_NOBODY, max(1, -(-rows.size // shares)), rows.size)
         else:
             told = (readers.addresses, readers.shared, readers.block_rows, readers.total)
-        done = int(gather_blocks_parallel(*fixed, *told, shares) if shares > 1 else gather_blocks(*fixed, _ALL, *told))
+        if shares > 1:
+            next_block = np.zeros(1, np.uint64)  # here: numba would free it once its address was taken
+            done = int(gather_blocks_parallel(*fixed, np.uint64(next_block.ctypes.data), *told, shares))
+        else:
+            done = int(gather_blocks(*fixed, _ALL, *told))
         if done == GATHERED and raw is not values:
             with np.errstate(over="ignore", invalid="ignore"):
                 values[: rows.size] = raw

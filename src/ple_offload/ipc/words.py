@@ -98,6 +98,7 @@ def wait_flag(address, expected, waiters, spins, slice_ns):  # type: ignore[no-u
         timespec[1] = slice_ns % 1_000_000_000
         low = np.int64(word & np.uint64(0xFFFFFFFF))
         _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, low, np.uint64(timespec.ctypes.data), np.uint64(0), 0)
+        timespec[0] = 0  # a use behind the call: numba may free it after its last
         word = load_acquire(address)
     store_release(waiters, np.uint64(0))
     return word in (expected, failed)
