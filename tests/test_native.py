@@ -219,6 +219,6 @@ assert time.monotonic() - began_s > 0.05, "it did not sleep"
 
 
 def test_compiled_code_uses_no_memory_that_it_has_freed(tmp_path: Path) -> None:
-    """Python's debugging allocator fills what is freed. numba frees an array behind its last use; its address does not count."""
+    """Python's debugging allocator fills what is freed. numba frees an array behind its last use; an address is none."""
     done = run(FREED.replace("sys.argv[1]", repr(str(tiny.write_default(tmp_path)))), PYTHONMALLOC="debug")
     assert done.returncode == 0, done.stderr[-2000:]
