@@ -441,6 +441,9 @@ def test_a_start_is_timed_and_its_first_row_is_compared(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "first.json").read_text())
+    if "start" not in found["cold"]:
+        assert "stayed in the page cache" in found["failed"]["cold"]["error"]
+        pytest.skip("this file system has nothing but memory")
     starts = [*found["warm"].values(), found["second"]["first"], found["second"]["second"], found["cold"]["start"]]
     assert len(starts) == 5
     for one in starts:

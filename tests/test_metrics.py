@@ -62,7 +62,7 @@ def test_a_connection_that_asks_for_nothing_is_ended(
     end_s = time.monotonic() + 10
     while threading.active_count() > threads and time.monotonic() < end_s:
         time.sleep(0.01)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert capsys.readouterr() == ("", "")
 
 

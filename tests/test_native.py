@@ -198,13 +198,45 @@ def test_torchs_number_of_threads_is_left_alone(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+INTERRUPTED = """
+import signal
+import numpy as np
+from ple_offload import native, open_table
+
+class Interrupt(BaseException):
+    pass
+
+def interrupt(*_):
+    raise Interrupt
+
+with open_table(PATH, tier="ram", threads=2) as table:
+    table.parallel_rows = 1
+    signal.signal(signal.SIGALRM, interrupt)
+    for after_s in np.random.default_rng(0).uniform(1e-4, 2e-3, 300):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, after_s)
+            for _ in range(300):
+                table.gather([1, 2, 3])
+        except Interrupt:
+            pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    with native.parallel_turn(2) as shares:
+        assert shares == 2, "the turn is lost"
+"""
+
+
+def test_an_interrupt_does_not_lose_the_turn(tmp_path: Path) -> None:
+    done = run(INTERRUPTED.replace("PATH", repr(str(tiny.write_default(tmp_path)))))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 FREED = """
 import time
 import numpy as np
 from ple_offload import open_table
 from ple_offload.ipc import words
 
-with open_table(sys.argv[1], tier="ram", threads=2) as table:
+with open_table(PATH, tier="ram", threads=2) as table:
     rows = np.random.default_rng(0).integers(0, table.num_rows, 50_000)
     table.parallel_rows = rows.size + 1
     alone = table.gather(rows).tobytes()
@@ -220,5 +252,5 @@ assert time.monotonic() - began_s > 0.05, "it did not sleep"
 
 def test_compiled_code_uses_no_memory_that_it_has_freed(tmp_path: Path) -> None:
     """Python's debugging allocator fills what is freed. numba frees an array behind its last use; an address is none."""
-    done = run(FREED.replace("sys.argv[1]", repr(str(tiny.write_default(tmp_path)))), PYTHONMALLOC="debug")
+    done = run(FREED.replace("PATH", repr(str(tiny.write_default(tmp_path)))), PYTHONMALLOC="debug")
     assert done.returncode == 0, done.stderr[-2000:]

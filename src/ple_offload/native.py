@@ -96,29 +96,30 @@ def cache_problem() -> str | None:
 
 @contextlib.contextmanager
 def parallel_turn(threads: int) -> Iterator[int]:
-    """Yield how many threads the kernel may use: `threads` for the thread whose turn it is, 1 for any other; never waits.
+    """Yield how many threads the kernel may use: `threads` for the thread whose turn it is, 1 for any other.
 
     Always 1 in a forked child of a process that ran a parallel kernel: the child computes on one thread. The team is no
     larger than asked: numba's own has a thread for every core, and each would have to come to the end of the kernel, also
     the one whose core somebody else keeps busy.
     """
     global _threads_pid
-    mine = threads > 1 and _turn.acquire(blocking=False)
-    if not mine:
+    if threads <= 1 or _turn.locked():
         yield 1
         return
-    before = numba.get_num_threads()
-    try:
+    with (
+        _turn
+    ):  # waits only for a thread that came since; unlike `acquire` it is given back whatever interrupts these lines
         if _threads_pid is None:
             _threads_pid = pid
         if _threads_pid != pid:
             yield 1
             return
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-        yield threads
-    finally:
-        numba.set_num_threads(before)
-        _turn.release()
+        before = numba.get_num_threads()
+        try:
+            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+            yield threads
+        finally:
+            numba.set_num_threads(before)
 
 
 def wait_without_spinning() -> None:

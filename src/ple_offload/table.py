@@ -191,7 +191,9 @@ class Table(NotCopied):
 
     def parts(self) -> list[Part]:
         """What another process maps to read this table itself; StoreError when its rows can no longer be trusted."""
-        self._next_check_s = 0.0  # look now
+        with self._lock:
+            self._next_check_s = 0.0  # look now
+            self._check_store()
         user = object()
         try:
             self._enter(user)

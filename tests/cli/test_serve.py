@@ -241,6 +241,7 @@ def test_a_checkpoint_given_twice(tiny: Path, tmp_path: Path, capsys: pytest.Cap
     assert "link: expected each checkpoint once" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="under nohup SIGHUP ends nothing")
 def test_a_socket_given_as_an_address_and_a_terminal_that_is_closed(tiny: Path, tmp_path: Path) -> None:
     with serving(tiny, "--tier", "file", "--socket", f"unix:{tmp_path}/s") as (daemon, ready):
         assert ready == f"ready: unix:{tmp_path}/s"

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--out {out}: expected a file to write, found a folder; name a file, as in {out / 'values.npy'}"
         )
+    if out.exists() and not out.is_file():
+        raise UsageError(f"--out {out}: expected a regular file or nothing there")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: the folder {out.parent} does not exist; make it first")
     kind = worker_kind(args.worker)
@@ -73,8 +75,6 @@ def run(args: argparse.Namespace) -> None:
     else:
         values, tier, worker = lookup_there(args, ple_offload.inspect(args.path).table(args.layer))
     stored = values.astype(np.float32) if values.dtype.name == "bfloat16" else values
-    if out.exists() and not out.is_file():
-        raise UsageError(f"--out {out}: expected a regular file or nothing there.")
     with out.open("wb") as file:  # np.save given a path would append .npy to it
         np.save(file, stored)
     if args.json:

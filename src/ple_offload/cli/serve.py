@@ -106,10 +106,11 @@ def run(args: argparse.Namespace) -> None:
         worker.listen(address, group=group)
         worker.run(ready=lambda: announce(served, address, url, as_json=args.json))
     summary = list(summarise(worker))
-    if args.json:
-        print_json({"sessions": summary})
-    else:
-        print("\n" + "\n".join(table_of(summary)))
+    with contextlib.suppress(OSError):  # the terminal is gone, as SIGHUP says
+        if args.json:
+            print_json({"sessions": summary})
+        else:
+            print("\n" + "\n".join(table_of(summary)), flush=True)
 
 
 def find_group(name: str) -> int:

@@ -94,7 +94,7 @@ def raise_if_wrong(report: dict[str, Any]) -> None:
     if 2 * report["rows_zero"] > report["rows_checked"]:
         raise CheckpointError(
             f"{where}: expected values, found nothing but zeros in {report['rows_zero']} of {report['rows_checked']} "
-            "sampled rows; the file was made and not filled, as by a download that did not end: get it again"
+            "sampled rows; was the file made and not filled, as by a download that did not end? Get it again"
         )
 
 

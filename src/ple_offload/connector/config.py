@@ -31,7 +31,7 @@ class Limits:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not isinstance(value, int | float) or not 0 <= value <= MAX_LIMIT_S:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_LIMIT_S:
                 raise UsageError(f"Limits.{item.name}: expected 0 to {MAX_LIMIT_S} seconds, found {value!r}.")
 
 

@@ -338,7 +338,7 @@ class RemoteTransport:
             raise StepError(self._failed[step])
         rows = num_tokens * self.layout.rows_per_token[layer]
         slot, gather = step % self._slots, self._gathers[layer][step % self._slots]
-        values = out.reshape(rows, -1) if rows else out
+        values = out.reshape(rows, self._formats[layer].row_dim)
         expected = np.uint64(words.flag(self._epoch, step))
         self._counters.waits += 1
         for first in range(0, max(1, rows), TAKEN_ROWS):

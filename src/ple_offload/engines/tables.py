@@ -77,7 +77,6 @@ class ModelTables:
         self._route = route
         # Held for a whole lookup. Reentrant, so that a signal handler which closes in the middle of one is told, not stuck.
         self._lock = threading.RLock()
-        self._holder: int | None = None  # the thread inside `_turn`
         self._pid = native.pid
         self._clients: dict[tuple[torch.dtype, torch.device], _Client | None] = {}  # None: route "host"
         self._told = False
@@ -207,21 +206,15 @@ class ModelTables:
             self._closed = True
             self._disconnect()
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One thread at a time. ForkError in a forked child, UsageError in a signal handler that interrupted a turn."""
+    def _turn(self) -> AbstractContextManager[Any]:
+        """For one thread at a time. ForkError in a forked child, UsageError in a signal handler that interrupted a turn."""
         native.check_not_forked(self._pid, f"the tables of {self._spec.path}")
-        with self._lock:
-            if self._holder == threading.get_ident():
-                raise UsageError(
-                    f"the tables of {self._spec.path}: used in the middle of a lookup of the same thread, by a signal "
-                    "handler? Let the handler raise an exception instead, as SystemExit, and close behind it."
-                )
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # what threading.Condition asks it
+            raise UsageError(
+                f"the tables of {self._spec.path}: used in the middle of a lookup of the same thread, by a signal handler? "
+                "Let the handler raise an exception instead, as SystemExit, and close behind it."
+            )
+        return self._lock  # itself: an interrupt finds no line between taking it and giving it back
 
     def __del__(self) -> None:
         # Also at the interpreter's end. The ops' registry knows the connectors, which would outlive a model nobody closed.

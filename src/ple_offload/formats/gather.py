@@ -279,7 +279,7 @@ class Gather:
         shares: how many threads work; more than one only in a `native.parallel_turn`. With readers, `values` is the first
         one's output, [readers.total, row_dim], and every reader is told of each block.
         """
-        if rows.size and values.shape[1] != self._width:  # the kernel would write beside it
+        if values.shape[1] != self._width:  # the kernel would write beside it
             raise UsageError(f"values: expected rows of {self._width} elements, found {values.shape[1]}.")
         raw = values if self._cast_from is None else np.empty((rows.size, values.shape[1]), self._cast_from)
         fixed = (*self._before, rows, *self._after, raw.view(self._carrier))

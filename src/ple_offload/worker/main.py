@@ -31,12 +31,13 @@ def open_tables(
     native.wait_without_spinning()
     sigbus.install()
     threads = worker_threads() if threads is None else threads
-    served: list[Served] = []
+    specs = [inspect(path) for path in paths]
+    for i, spec in enumerate(specs):
+        if spec.path.resolve() in [other.path.resolve() for other in specs[:i]]:
+            raise UsageError(f"{paths[i]}: expected each checkpoint once, found it twice.")
+    served = []
     with ExitStack() as opened:
-        for path in paths:
-            spec = inspect(path)
-            if any(spec.path.samefile(one.path) for one in served):
-                raise UsageError(f"{path}: expected each checkpoint once, found it twice.")
+        for path, spec in zip(paths, specs, strict=True):
             tables = {
                 table.layer: opened.enter_context(
                     open_table(
