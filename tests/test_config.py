@@ -113,3 +113,11 @@ def test_usable_cpus_obeys_the_cpu_quota(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert config.usable_cpus(write(tmp_path, files)) == cpus
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (3, 2), (8, 7), (15, 14), (16, 14), (128, 112)])
+def test_a_worker_leaves_cores_to_the_engines(cpus: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "usable_cpus", lambda: cpus)
+    assert config.worker_threads() == threads
+    monkeypatch.setenv("PLE_OFFLOAD_THREADS", "3")
+    assert config.worker_threads() == 3

@@ -120,9 +120,9 @@ def num_threads() -> int:
 
 
 def worker_threads() -> int:
-    """The same for a worker process: one core in eight is left to the engines beside it."""
+    """The same for a worker process: one core in eight, and at least one, is left to the engines beside it."""
     cpus = usable_cpus()
-    return settings().threads or cpus - cpus // 8
+    return settings().threads or max(1, cpus - max(1, cpus // 8))
 
 
 def usable_cpus(root: Path = Path("/")) -> int:

@@ -26,7 +26,7 @@ def open_tables(
 ) -> list[Served]:
     """Open every table of every checkpoint, with all kernels compiled; raises what `open_table` raises.
 
-    threads: for loading and for large gathers; default PLE_OFFLOAD_THREADS, else seven of eight usable CPUs.
+    threads: for loading and for large gathers; default PLE_OFFLOAD_THREADS, else `config.worker_threads`.
     """
     native.wait_without_spinning()
     sigbus.install()
