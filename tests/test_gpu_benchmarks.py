@@ -342,6 +342,15 @@ def test_the_world_is_the_released_models(tmp_path: Path) -> None:
         assert np.array_equal(made.store.raw[:1000], first)
 
 
+def drive(folder: Path, program: str) -> None:
+    """Run a program that imports the benchmarks and leaves its results in the folder."""
+    (folder / "drive.py").write_text(program)
+    command = [sys.executable, str(folder / "drive.py"), str(FOLDER), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 STEP = """
 import sys, json
 from pathlib import Path
@@ -362,7 +371,7 @@ if __name__ == "__main__":
         bare_gather.copy_and_decode = plain
         inputs = Inputs(torch.device("cpu"))
         ways = {name: lookups.make(name, world, inputs, worker.address) for name in ("none", "hbm", "direct", "staged")}
-        record = Record(Path(sys.argv[2]), again=True)
+        record = Record(Path(sys.argv[2]) / "out.json", again=True)
         cases = ((DECODE, 1), (PREFILL, 1))
         model = decoder.Decoder(32, inputs.device)
         step.measure(record, "small", model, ways, inputs, world, 0.0, cases)
@@ -380,11 +389,7 @@ if __name__ == "__main__":
 def test_a_step_is_checked_and_timed_and_wrong_rows_are_not(tmp_path: Path) -> None:
     """On the CPU, with plain forwards in the place of graphs; times are not looked at."""
     pytest.importorskip("triton", reason="the plain GPU gather is a Triton kernel")
-    (tmp_path / "drive.py").write_text(STEP)
-    command = [sys.executable, str(tmp_path / "drive.py"), str(FOLDER), str(tmp_path / "out.json")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
-    assert done.returncode == 0, done.stderr
+    drive(tmp_path, STEP)
     found = json.loads((tmp_path / "out.json").read_text())
     ways = {"none", "hbm", "direct", "staged"}
     for case, tokens in (("decode 2", 2), ("prefill 5", 5)):
@@ -435,11 +440,7 @@ if __name__ == "__main__":
 def test_a_start_is_timed_and_its_first_row_is_compared(tmp_path: Path) -> None:
     """On the CPU; times are not looked at."""
     pytest.importorskip("triton", reason="the benchmarks of a GPU import it")
-    (tmp_path / "drive.py").write_text(START)
-    command = [sys.executable, str(tmp_path / "drive.py"), str(FOLDER), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
-    assert done.returncode == 0, done.stderr
+    drive(tmp_path, START)
     found = json.loads((tmp_path / "first.json").read_text())
     if "start" not in found["cold"]:
         assert "stayed in the page cache" in found["failed"]["cold"]["error"]

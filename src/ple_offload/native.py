@@ -6,7 +6,7 @@ Why one place: numba has traps that only show in production, and each is answere
   compile at all; a full disk or a damaged cache file fails the lookup that needed it. `kernel` compiles without a cache
   instead, and `cache_problem()` says why.
 * The `workqueue` threading layer aborts the process when two threads run parallel kernels at once. `parallel_turn`
-  gives the turn to one thread; the others run the serial kernel, so nobody waits.
+  gives the turn to one thread; the others run the serial kernel.
 * The `omp` layer ends a forked child that runs a parallel kernel. `check_not_forked` refuses the parent's tables there,
   and `parallel_turn` leaves a table that the child opened to one thread.
 * Waking the threads costs 5 to 150 us, depending on layer and machine. `wake_up_us` measures it.
@@ -106,9 +106,8 @@ def parallel_turn(threads: int) -> Iterator[int]:
     if threads <= 1 or _turn.locked():
         yield 1
         return
-    with (
-        _turn
-    ):  # waits only for a thread that came since; unlike `acquire` it is given back whatever interrupts these lines
+    # This may wait for the kernel of a thread that came since. Unlike with `acquire`, no interrupt can keep the lock.
+    with _turn:
         if _threads_pid is None:
             _threads_pid = pid
         if _threads_pid != pid:

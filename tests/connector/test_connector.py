@@ -357,8 +357,7 @@ def test_connections_leave_no_descriptors_maps_or_threads(made: dict[str, Made],
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from checkpoint import tiny
-from connector.rig import Made, Rank, make, random_inputs
+from connector.rig import Made, Rank, random_inputs
 import numpy as np
 one = Rank.of(Made(Path(sys.argv[1]), {1: b"", 3: b""}), sys.argv[2], session="exit")
 one.run(random_inputs(np.random.default_rng(0), 20, 3))

@@ -43,12 +43,14 @@ class Stamp:
         found = os.fstat(fd)
         return cls(found.st_size, found.st_mtime_ns)
 
-    def require(self, fd: int, path: Path) -> None:
-        """Raise CheckpointError when the file behind `fd` has another stamp by now. `path` is for the message."""
-        if (found := Stamp.of(fd)) != self:
+    def __str__(self) -> str:
+        return f"{self.num_bytes} bytes modified at {self.modified_ns} ns"
+
+    def require(self, found: Stamp, path: Path) -> None:
+        """Raise CheckpointError when the file of `path` has another stamp by now."""
+        if found != self:
             raise CheckpointError(
-                f"{path}: changed while its table was opened: expected {self.num_bytes} bytes modified at "
-                f"{self.modified_ns} ns, found {found.num_bytes} bytes modified at {found.modified_ns} ns. "
+                f"{path}: changed while its table was opened: expected {self}, found {found}. "
                 "Wait until the copy or download has ended, then open the table again."
             )
 
@@ -108,7 +110,7 @@ def read_into(
         stamps = {path: Stamp.of(fd) for path, fd in fds.items()}
         for job in jobs:
             if job.stamp is not None:
-                job.stamp.require(fds[job.path], job.path)
+                job.stamp.require(stamps[job.path], job.path)
         slices = _slices([_Piece(job.path, fds[job.path], job.offset, job.num_bytes, job.address) for job in jobs])
         lock = threading.Lock()
         errors: list[BaseException] = []
@@ -149,7 +151,7 @@ def read_into(
         if errors:
             raise errors[0]
         for path, stamp in stamps.items():
-            stamp.require(fds[path], path)
+            stamp.require(Stamp.of(fds[path]), path)
         if drop_cache:
             # A page that two pieces share is only dropped when both have been read.
             for job in jobs:

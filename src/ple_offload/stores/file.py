@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ple_offload.checkpoint.reader import Stamp
 from ple_offload.errors import StoreError
 from ple_offload.memory import sigbus
 from ple_offload.memory.mapping import MADV_NORMAL, MADV_RANDOM, PAGE_BYTES, Mapping, NotCopied
@@ -29,9 +30,9 @@ from ple_offload.stores.base import Part, RowMap, Segment
 
 READ_BYTES = 16 << 20  # at a time, when the files are brought into memory
 CHECKS_A_LOOK = 100  # while reads are advised as random
-_random = random.Random()  # not the one that the program has seeded
 PAGES_TO_TRUST = 512  # all there: with 92 % certainty no more than 0.5 % of the table are not; 1 ms
 PAGES_TO_DOUBT = 128  # one is gone: seen with 92 % certainty once 2 % of the table are
+_random = random.Random()  # not the one that the program has seeded
 
 
 class FileStore(NotCopied):
@@ -53,7 +54,7 @@ class FileStore(NotCopied):
     ) -> None:
         self._name = name
         self._segments, self._row_bytes = tuple(segments), row_bytes
-        self._files = {path: (fd, os.fstat(fd)) for path, fd in (files or {}).items()}
+        self._files = {path: (fd, Stamp.of(fd)) for path, fd in (files or {}).items()}
         self._mappings: list[Mapping] = []
         self._checks, self._disk_reads = 0, _disk_reads()
         try:
@@ -76,17 +77,17 @@ class FileStore(NotCopied):
                 raise StoreError(
                     f"{path}: cannot be opened: {error.strerror}. Is the checkpoint still there?"
                 ) from error
-            self._files[path] = (fd, os.fstat(fd))
-        fd, size = self._files[path][0], self._files[path][1].st_size
+            self._files[path] = (fd, Stamp.of(fd))
+        fd, stamp = self._files[path]
         addresses: dict[Segment, int] = {}
         waiting: list[Segment] = []
         for segment in sorted(segments, key=lambda s: s.offset):
             if segment.stamp is not None:
-                segment.stamp.require(fd, path)
+                segment.stamp.require(stamp, path)
             end = segment.offset + segment.num_rows * row_bytes
-            if end > size:
+            if end > stamp.num_bytes:
                 raise StoreError(
-                    f"{path}: rows of table {self._name} end at byte {end}, the file at {size}. "
+                    f"{path}: rows of table {self._name} end at byte {end}, the file at {stamp.num_bytes}. "
                     "It was cut since it was inspected: get the checkpoint again."
                 )
             if (
@@ -141,21 +142,20 @@ class FileStore(NotCopied):
     def _shown(self) -> bool:
         """The kernel shows what is in memory to a file's owner and who may write it; to others all seems there."""
         return all(
-            opened.st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK)
-            for fd, opened in self._files.values()
+            os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK)
+            for fd, _ in self._files.values()
         )
 
     def check(self) -> None:
         for path, (fd, opened) in self._files.items():
             try:
-                now = os.fstat(fd)
+                now = Stamp.of(fd)
             except OSError as error:
                 raise StoreError(f"{path}: {error.strerror}. Is its file system still there?") from error
-            if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+            if now != opened:
                 raise StoreError(
-                    f"{path}: changed while its table {self._name} was open: expected {opened.st_size} bytes modified at "
-                    f"{opened.st_mtime_ns} ns, found {now.st_size} bytes modified at {now.st_mtime_ns} ns. Its rows cannot "
-                    "be trusted; restore the file and open the table again. Replace files by rename, never in place."
+                    f"{path}: changed while its table {self._name} was open: expected {opened}, found {now}. Its rows "
+                    "cannot be trusted; restore the file and open the table again. Replace files by rename, never in place."
                 )
         self._advise_anew()
 
@@ -175,10 +175,10 @@ class FileStore(NotCopied):
 
     def _is_in_memory(self, pages: int) -> bool:
         """By so many pages taken at random."""
+        if not self._shown():
+            return False
         taken = _random.choices(self._mappings, [mapping.num_bytes for mapping in self._mappings], k=pages)
-        return self._shown() and all(
-            mapping.is_in_memory(_random.randrange(0, mapping.num_bytes, PAGE_BYTES)) for mapping in taken
-        )
+        return all(mapping.is_in_memory(_random.randrange(0, mapping.num_bytes, PAGE_BYTES)) for mapping in taken)
 
     def describe(self) -> dict[str, object]:
         return {
